@@ -626,3 +626,695 @@ def hybrid_loss(streams: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     divisor and coefficient, so a row, a token or a stream that has none adds exactly nothing, and any split of the rows adds up to the same gradient.
     """
     return sum(weighted_sum(terms, weights) for terms, weights in streams.values())
+
+
+# =====================================================================================================================
+# THE LINE.  Above: tensors in, tensors out.  Below: models, sampling, files.  transformers is imported where it is used.
+# =====================================================================================================================
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 10  Models and rollouts.  Which tokens were sampled, and what do the models say of exactly these?
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rollouts:
+    """N groups of G completions, rows in group order: P prompt tokens padded on the left, T completion tokens on the right."""
+
+    prompt_ids: Tensor                  # (B, P)
+    prompt_mask: Tensor                 # (B, P)
+    completion_ids: Tensor              # (B, T), the sampled ids themselves: text that is encoded again may split differently
+    mask: Tensor                        # (B, T) bool, see action_mask
+    truncated: Tensor                   # (B,) bool
+
+    def rows(self, index: Tensor) -> "Rollouts":
+        """Some rows, without the columns in which all of them are padding."""
+        picked = Rollouts(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
+        first, length = int((~picked.prompt_mask.bool()).all(dim=0).sum()), int(picked.mask.any(dim=0).sum())
+        picked.prompt_ids, picked.prompt_mask = picked.prompt_ids[:, first:], picked.prompt_mask[:, first:]
+        picked.completion_ids, picked.mask = picked.completion_ids[:, :length], picked.mask[:, :length]
+        return picked
+
+
+def completion_logits(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor) -> Tensor:
+    """Logits from the last prompt token to the last completion token                  (B, P), (B, P), (B, T) -> (B, T+1, V)
+
+    Position ids count real tokens: with left padding an absolute-position model is off by nats without them.
+    """
+    mask = torch.cat([prompt_mask, torch.ones_like(completion_ids)], dim=1)      # padding behind an eos is seen by no earlier token
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    keep = completion_ids.shape[1] + 1
+    logits = model(input_ids=torch.cat([prompt_ids, completion_ids], dim=1), attention_mask=mask, position_ids=positions,
+                   use_cache=False, logits_to_keep=keep).logits
+    return logits[:, -keep:]
+
+
+def score(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """logp and (detached) entropy of a completion's tokens                            -> (B, T), (B, T)"""
+    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids)
+    ids = torch.cat([prompt_ids[:, -1:], completion_ids], dim=1)                 # (B, T+1)
+    return token_logps(logits, ids, temperature), token_entropy(logits[:, :-1].detach(), temperature)
+
+
+@contextlib.contextmanager
+def sampling_from(model) -> Iterator[None]:
+    """Dropout off, no gradient, and none of the checkpoint's own generation settings; all as before afterwards.
+
+    A checkpoint may carry repetition_penalty, top_k, ...: generate fills whatever it is not given from there, so the ratio of the
+    first update would not be 1.  Passing one's own settings is not enough (unset ones are still filled): the config is swapped.
+    """
+    from transformers import GenerationConfig
+
+    was_training, own = model.training, model.generation_config
+    model.eval()
+    model.generation_config = GenerationConfig()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.generation_config = own
+        model.train(was_training)
+
+
+def eos_ids_of(model, tokenizer) -> list[int]:
+    """All ids that end a completion: the model's generation config may name several, the tokenizer one."""
+    found: list[int] = []
+    for ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
+    if not found:
+        raise UsageError("neither the model's generation config nor its tokenizer names an eos token, so no completion could end")
+    return sorted(set(found))
+
+
+def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperature: float, max_new_tokens: int, micro_batch: int) -> Rollouts:
+    """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), with torch's global generator."""
+    eos = eos_ids_of(model, tokenizer)
+    pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+    width = max(map(len, encoded))
+    prompt_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device)
+    prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device)
+    parts = []
+    with sampling_from(model):
+        for some in torch.arange(len(prompts)).split(max(1, micro_batch // group_size)):
+            ids = model.generate(
+                input_ids=prompt_ids[some], attention_mask=prompt_mask[some], num_return_sequences=group_size, do_sample=True,
+                temperature=temperature, top_k=0, top_p=1.0, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens,
+                use_cache=True, eos_token_id=eos, pad_token_id=pad)[:, width:]
+            parts.append(torch.nn.functional.pad(ids, (0, max_new_tokens - ids.shape[1]), value=pad))
+    ids = torch.cat(parts)
+    cut = truncated(ids, eos)
+    mask = action_mask(ids, eos)
+    return Rollouts(prompt_ids.repeat_interleave(group_size, 0), prompt_mask.repeat_interleave(group_size, 0), ids, mask, cut)
+
+
+def texts_of(tokenizer, rollouts: Rollouts) -> list[str]:
+    return [tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in zip(rollouts.completion_ids, rollouts.mask)]
+
+
+def rewards_of(task, problems: list, texts: list[str]) -> Tensor:
+    """reward(problem, completion) of each completion                                   -> (N, G) float32"""
+    group = len(texts) // len(problems)
+    return torch.tensor([[task.reward(p, text) for text in texts[i * group:(i + 1) * group]] for i, p in enumerate(problems)])
+
+
+def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
+    """{prompt: {"confidence": mean@K, "trajectory": ids of the shortest correct finished completion, or None}}
+
+    Sampled once, before training: omega is a property of teacher and prompt, not of the step.
+    """
+    from tqdm import tqdm
+
+    pool, size = {}, max(1, config.micro_batch // config.teacher_samples)
+    torch.manual_seed(config.seed)
+    for start in tqdm(range(0, len(problems), size), desc="teacher pool", unit="batch", leave=False):
+        some = problems[start:start + size]
+        made = rollout(teacher, tokenizer, [task.prompt(p) for p in some], config.teacher_samples, temperature=config.temperature,
+                       max_new_tokens=config.max_new_tokens, micro_batch=config.micro_batch)
+        outcomes = (rewards_of(task, some, texts_of(tokenizer, made)) == 1).to(made.mask.device)
+        lengths = made.mask.sum(dim=1).masked_fill(made.truncated | ~outcomes.flatten(), 10**9).view_as(outcomes)
+        for n, problem in enumerate(some):
+            best = n * config.teacher_samples + int(lengths[n].argmin())
+            ids = made.completion_ids[best][made.mask[best]].tolist() if lengths[n].min() < 10**9 else None
+            pool[task.prompt(problem)] = {"confidence": float(teacher_confidence(outcomes[n:n + 1])), "trajectory": ids}
+    return pool
+
+
+def trajectories_of(pool: dict, tokenizer, prompts: list[str], pad: int, device) -> Rollouts | None:
+    """The pool's trajectories of these prompts, one row each; prompts without one are left out; None if no row is left."""
+    found = [(tokenizer(prompt).input_ids, pool[prompt]["trajectory"]) for prompt in prompts if pool[prompt]["trajectory"]]
+    if not found:
+        return None
+    p, t = (max(len(pair[i]) for pair in found) for i in (0, 1))
+    make = lambda rows: torch.tensor(rows, device=device)
+    return Rollouts(make([[pad] * (p - len(a)) + a for a, _ in found]), make([[0] * (p - len(a)) + [1] * len(a) for a, _ in found]),
+                    make([b + [pad] * (t - len(b)) for _, b in found]), make([[1] * len(b) + [0] * (t - len(b)) for _, b in found]).bool(),
+                    make([False] * len(found)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 11  One update, and the loop.  Sample, judge, listen, weigh, step.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What a step needs.  The teacher and the reference are frozen and in no optimizer."""
+
+    config: Config
+    task: object
+    tokenizer: object
+    student: torch.nn.Module
+    teacher: torch.nn.Module | None
+    reference: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer
+    problems: list
+    pool: dict
+
+    def __post_init__(self):
+        if self.teacher is self.student:
+            raise UsageError("teacher and student are one object, so the teacher would move with the student; load it twice or deep-copy it")
+        for frozen in filter(None, (self.teacher, self.reference)):
+            frozen.eval().requires_grad_(False)
+        self.student.eval()             # dropout off in training too: else the ratio of the first update is not 1
+        eos = eos_ids_of(self.student, self.tokenizer)
+        self.pad = eos[0] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+
+    def forward(self, model, batch: Rollouts, index: Tensor, what: Callable = score):
+        """what(model, ...) over some rows, cut to their length, in the dtype asked for."""
+        r = batch.rows(index)
+        with torch.autocast(index.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
+            return what(model, r.prompt_ids, r.prompt_mask, r.completion_ids)
+
+    def chunks(self, batch: Rollouts, keep: Tensor) -> tuple[Tensor, ...]:
+        """Indices of the rows to keep, shortest first, in micro-batches."""
+        index = keep.nonzero().squeeze(-1)
+        return index[batch.mask[index].sum(dim=1).argsort(stable=True)].split(self.config.micro_batch) if len(index) else ()
+
+    @torch.no_grad()
+    def score_all(self, model, batch: Rollouts, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """logp and entropy, without a graph, of the rows to keep; 0 elsewhere             -> (B, T), (B, T)"""
+        out = torch.zeros(2, *batch.mask.shape, device=batch.mask.device)
+        for index in self.chunks(batch, keep):
+            for filled, values in zip(out, self.forward(model, batch, index, self._scored)):
+                filled[index, :values.shape[1]] = values
+        return out[0], out[1]
+
+    def _scored(self, model, *ids: Tensor) -> tuple[Tensor, Tensor]:
+        return score(model, *ids, temperature=self.config.temperature)
+
+
+def step_problems(problems: list, step: int, count: int, seed: int) -> list:
+    """The problems of a step, from the step's number alone: epoch after epoch, each in a fresh order."""
+    order = lambda epoch: random.Random(f"{seed} {epoch}").sample(problems, len(problems))
+    first, last = step * count // len(problems), ((step + 1) * count - 1) // len(problems)
+    row = [p for epoch in range(first, last + 1) for p in order(epoch)]
+    start = step * count - first * len(problems)
+    return row[start:start + count]
+
+
+def collect(run: Run, problems: list) -> tuple[Rollouts | None, Tensor]:
+    """The completions that this method trains on, and their rewards                     -> rows, (N, G)"""
+    config, row, prompts = run.config, run.config.row, [run.task.prompt(p) for p in problems]
+    if row.rollouts == "pool":
+        return None, torch.zeros(len(problems), 0)
+    model = run.student if row.rollouts == "student" else run.teacher
+    made = rollout(model, run.tokenizer, prompts, config.group_size, temperature=config.temperature,
+                   max_new_tokens=config.max_new_tokens, micro_batch=config.micro_batch)
+    rewards = rewards_of(run.task, problems, texts_of(run.tokenizer, made)).to(made.mask.device)
+    if not ((rewards >= 0) & (rewards <= 1)).all():
+        raise ValueError(f"rewards must lie in [0, 1], where 1 is right; the task gave {rewards.min():g} to {rewards.max():g}")
+    return made, rewards
+
+
+@dataclass
+class Signals:
+    """What the rows of a step are trained with; rows of which all three are 0 cannot matter and are never computed."""
+
+    weights: Tensor                     # (B, T) divisor of each token, made for the whole step
+    reward: Tensor                      # (B, T) advantages
+    distillation: Tensor                # (B, T) advantages, or the coefficient of a divergence
+    logp_old: Tensor | None             # (B, T), None = on-policy: logp detached
+
+    def live(self, everything: bool) -> Tensor:
+        """Rows with a non-zero coefficient                                               -> (B,) bool"""
+        return ((self.weights != 0) & (everything | (self.reward != 0) | (self.distillation != 0))).any(dim=1)
+
+
+def listen(run: Run, batch: Rollouts, rewards: Tensor, confidence: Tensor, opd_coef: float) -> tuple[Signals, dict]:
+    """Advantages of a step's rollouts; the teacher scores only the rows that hear it."""
+    config, row, outcomes = run.config, run.config.row, (rewards == 1).int()
+    mask = batch.mask & ~batch.truncated[:, None] if config.skip_truncated else batch.mask
+    weights = token_weights(mask, config.aggregation, config.aggregation_length or config.max_new_tokens, config.empty_rows)
+    advantages = group_advantages(rewards, scale=config.advantage_scale, ddof=config.advantage_ddof, eps=config.advantage_eps,
+                                  baseline=config.baseline)
+    everyone, logp_old, logs, pg = torch.ones_like(batch.truncated), None, {}, {}
+    if row.distillation == "pg":
+        hears = listening(outcomes, row.where) & ((confidence > 0)[:, None] | (not row.weighted))      # (N, G)
+        hears = hears.flatten() & mask.any(dim=1)
+        logp_old, entropy = run.score_all(run.student, batch, everyone if config.updates > 1 else hears)
+        logp_teacher, _ = run.score_all(run.teacher, batch, hears)
+        a_opd = opd_advantages(logp_old, logp_teacher).masked_fill(~(hears[:, None] & mask), 0.0)
+        pg = {"advantages_opd": a_opd, "entropy": entropy, "confidence": confidence, "select_share": config.select_share}
+        heard = a_opd[hears[:, None] & mask]
+        logs = {"opd_advantage_mean": heard.mean().item() if len(heard) else None,
+                "opd_advantage_positive_share": (heard > 0).float().mean().item() if len(heard) else None}
+    elif config.updates > 1:
+        logp_old, _ = run.score_all(run.student, batch, everyone)
+    reward, distillation = advantage_streams(row, outcomes, advantages, mask, opd_coef, **pg)
+    if row.distillation and row.distillation != "pg":
+        distillation = opd_coef * mask.float()
+    logs["selected_share"] = (distillation != 0).sum().item() / max(1, int(mask.sum()))
+    return Signals(weights, reward, distillation, logp_old if config.updates > 1 else None), logs
+
+
+def divergence_terms(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logp, entropy and the full-vocabulary divergence of the method, from one forward pass of each model"""
+    config = run.config
+    student = run.forward(run.student, batch, index, completion_logits)          # (b, t+1, V)
+    with torch.no_grad():
+        teacher = run.forward(run.teacher, batch, index, completion_logits)
+    r, width = batch.rows(index), min(student.shape[-1], teacher.shape[-1])      # rows that pad a vocabulary are no tokens
+    student, teacher = student[..., :width], teacher[..., :width]
+    how = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": generalized_jsd}[config.row.distillation]
+    extra = (config.jsd_share,) if how is generalized_jsd else ()
+    terms = how(student[:, :-1], teacher[:, :-1], *extra, temperature=config.temperature)
+    logp = token_logps(student, torch.cat([r.prompt_ids[:, -1:], r.completion_ids], dim=1), config.temperature)
+    return logp, token_entropy(student[:, :-1].detach(), config.temperature), terms
+
+
+def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tensor) -> tuple[dict, Tensor]:
+    """The reward and distillation streams of one micro-batch, and its entropies"""
+    config, divergence = run.config, None
+    if config.row.distillation in ("reverse_kl", "forward_kl", "jsd"):
+        logp, entropy, divergence = divergence_terms(run, batch, index)
+    else:
+        logp, entropy = run.forward(run.student, batch, index, run._scored)
+    cut = lambda x: x[index, :logp.shape[1]]
+    weights, mask = cut(signals.weights), cut(signals.weights) != 0
+    logp = logp.masked_fill(~mask, 0.0)
+    logp_old = logp.detach() if signals.logp_old is None else cut(signals.logp_old).masked_fill(~mask, 0.0)
+    terms = lambda a: policy_terms(logp, logp_old, a, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip,
+                                   ratio_level=config.ratio_level, mask=mask)
+    streams = {}
+    if config.row.reward:
+        streams["reward"] = (terms(cut(signals.reward)), weights)
+    if divergence is not None:
+        streams["distillation"] = (divergence * cut(signals.distillation), weights)
+    elif config.row.distillation:
+        streams["distillation"] = (terms(cut(signals.distillation)), weights)
+    if config.kl_coef:
+        with torch.no_grad():
+            logp_ref, _ = run.forward(run.reference, batch, index, run._scored)
+        streams["kl"] = (config.kl_coef * kl_terms(logp, logp_ref.masked_fill(~mask, 0.0), config.kl_kind, config.kl_gradient), weights)
+    return streams, entropy[mask]
+
+
+def imitate(run: Run, prompts: list[str], all_prompts: int, coef: float) -> float:
+    """Backward of coef * sum of -(mean logp of a trajectory) / all_prompts; its value"""
+    batch = trajectories_of(run.pool, run.tokenizer, prompts, run.pad, run.student.device)
+    if batch is None or coef == 0:
+        return 0.0
+    # CHOICE: a token mean a trajectory, each once, divided by all prompts of the step.  test_imitation_is_divided_by_all_prompts
+    weights = coef * token_weights(batch.mask, "seq_mean_token_mean") * len(batch.mask) / all_prompts
+    value = 0.0
+    for index in run.chunks(batch, batch.mask.any(dim=1)):
+        logp, _ = run.forward(run.student, batch, index, run._scored)
+        loss = hybrid_loss({"imitation": (-logp, weights[index, :logp.shape[1]])})
+        loss.backward()
+        value += loss.item()
+    return value
+
+
+def train_step(run: Run, step: int) -> dict:
+    """One optimizer step, seven lines of method: sample, judge, route, listen, weigh, accumulate, move.  Returns the metrics."""
+    config, row, began = run.config, run.config.row, time.perf_counter()
+    torch.manual_seed(config.seed * 1_000_003 + step)       # from the step alone: a resumed run samples what the other would have
+    problems = step_problems(run.problems, step, config.prompts_per_step, config.seed)
+    prompts = [run.task.prompt(p) for p in problems]
+    batch, rewards = collect(run, problems)
+    hybrid = row.reward and METHODS[config.method].distillation
+    opd_coef = anneal(step, config.opd_coef, config.opd_coef_slope, config.opd_coef_floor) if hybrid else 1.0
+    logs: dict = {"step": step, "loss": 0.0}
+    imitated = prompts if row.imitation == "all" else []
+    if batch is not None:
+        routes = route_groups((rewards == 1).int())
+        if row.imitation == "negative":
+            imitated = [p for p, route in zip(prompts, routes.tolist()) if route == NEGATIVE]
+        confidence = torch.tensor([run.pool[p]["confidence"] if run.pool else 1.0 for p in prompts], device=rewards.device)
+        signals, heard = listen(run, batch, rewards, confidence, opd_coef)
+        logs |= {"reward_mean": rewards.mean().item(), "negative_share": (routes == NEGATIVE).float().mean().item(),
+                 "mixed_share": (routes == MIXED).float().mean().item(), "positive_share": (routes == POSITIVE).float().mean().item(),
+                 "completion_length": batch.mask.sum(dim=1).float().mean().item(), "truncated_share": batch.truncated.float().mean().item()}
+        logs |= (heard if row.distillation else {}) | ({"opd_coef": opd_coef} if hybrid else {})
+    for _ in range(config.updates):
+        entropies, value = [], 0.0
+        run.optimizer.zero_grad(set_to_none=True)
+        for index in run.chunks(batch, signals.live(everything=config.kl_coef > 0)) if batch is not None else ():
+            streams, entropy = completion_streams(run, batch, signals, index)
+            loss = hybrid_loss(streams)
+            loss.backward()
+            value += loss.item()
+            entropies.append(entropy)
+        value += imitate(run, imitated, len(prompts), opd_coef)
+        norm = torch.nn.utils.clip_grad_norm_(run.student.parameters(), config.max_grad_norm).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"step {step}: the gradient is {norm}; a smaller --lr is the usual cure, and the last checkpoint is intact")
+        # CHOICE: a step without any signal leaves the weights alone, momentum included.  test_a_step_without_signal_moves_nothing
+        if any(p.grad is not None for p in run.student.parameters()):
+            run.optimizer.step()
+    logs |= {"loss": value, "grad_norm": norm, "entropy": torch.cat(entropies).mean().item() if entropies else None}
+    return logs | {"seconds": round(time.perf_counter() - began, 4)}
+
+
+def accuracy(run: Run, problems: list) -> dict[str, tuple[int, int]]:
+    """{difficulty: (right, asked)}, each problem answered once at the run's temperature"""
+    right: dict = {}
+    torch.manual_seed(run.config.seed)
+    for start in range(0, len(problems), run.config.micro_batch):
+        some = problems[start:start + run.config.micro_batch]
+        made = rollout(run.student, run.tokenizer, [run.task.prompt(p) for p in some], 1, temperature=run.config.temperature,
+                       max_new_tokens=run.config.max_new_tokens, micro_batch=run.config.micro_batch)
+        for problem, outcome in zip(some, (rewards_of(run.task, some, texts_of(run.tokenizer, made)) == 1).flatten().tolist()):
+            r, n = right.get(str(run.task.difficulty(problem)), (0, 0))
+            right[str(run.task.difficulty(problem))] = (r + outcome, n + 1)
+    return dict(sorted(right.items()))
+
+
+def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927); does not shrink to nothing at 0 or 1"""
+    p, n = right / asked, asked
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+
+
+def load_model(flag: str, name: str, device: str):
+    """(model, tokenizer) of an ordinary Hugging Face folder or hub name, float32 weights"""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        return model.to(device), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"{flag} {name}: does not load as a causal language model ({' '.join(str(error).split())[:200]})") from None
+
+
+def check_model_folder(flag: str, name: str) -> None:
+    """Says what is wrong with a folder before anything is loaded; a name that could be a hub's is left to the loader."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UsageError(f"{flag} {name}: no model folder, config.json is missing; give a folder that save_pretrained wrote, such as {_TOY / 'student'}")
+    if not folder.is_dir() and (folder.exists() or name.count("/") != 1 or name.startswith((".", "/"))):
+        raise UsageError(f"{flag} {name}: no such folder; give a folder that save_pretrained wrote, such as {_TOY / 'student'}, or a hub name owner/model")
+
+
+def check_same_tokens(config: Config, one, other) -> None:
+    a, b = one.get_vocab(), other.get_vocab()
+    if a != b:
+        differs = next(token for token in (*a, *b) if a.get(token) != b.get(token))
+        raise UsageError(f"--teacher {config.teacher}: its tokenizer is not that of --student {config.student} (token {differs!r} is "
+                         f"{b.get(differs)} there and {a.get(differs)} here); both must give every token the same id")
+
+
+def pick_device(config: Config) -> str:
+    usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if config.device == "auto":
+        return next(name for name in ("cuda", "mps", "cpu") if usable[name])
+    if not usable[config.device]:
+        raise UsageError(f"--device {config.device}: this machine has none that torch {torch.__version__} can use; --device cpu always works")
+    return config.device
+
+
+def open_folder(config: Config) -> Path:
+    """The run's folder, made; a folder that holds a run is refused unless it is to be resumed or replaced."""
+    if not config.out:
+        taken = [int(p.name.rsplit("-", 1)[1]) for p in Path("runs").glob(f"{config.method}-*") if p.name.rsplit("-", 1)[1].isdigit()]
+        folder = Path("runs") / f"{config.method}-{max(taken, default=0) + 1}"
+    else:
+        folder = Path(config.out)
+    if (folder / "config.json").exists() and not (config.resume or config.overwrite):
+        raise UsageError(f"--out {folder}: holds a run already; add --resume to go on with it, --overwrite to replace it, or name another folder")
+    if config.resume and not (folder / "config.json").exists():
+        raise UsageError(f"--resume: there is no run in --out {config.out or '(not given)'}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if config.overwrite:
+            for old in [*folder.glob("checkpoint-*"), *folder.glob("final*")]:
+                shutil.rmtree(old)
+            for name in ("config.json", "metrics.jsonl", "evaluation.json"):
+                (folder / name).unlink(missing_ok=True)
+        (folder / ".writable").write_text("")
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be written ({error.strerror})") from None
+    return folder
+
+
+def write_json(path: Path, value) -> None:
+    """Complete or not there: written beside, then renamed."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+def save_model(run: Run, folder: Path, state: dict | None = None) -> None:
+    """An ordinary Hugging Face folder, with what --resume needs if given; complete or not there."""
+    beside = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    run.student.save_pretrained(beside)
+    run.tokenizer.save_pretrained(beside)
+    if state is not None:
+        torch.save(state, beside / "trainer_state.pt")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(beside, folder)
+
+
+def load_task(config: Config):
+    from toy_tasks import TASKS, Questions
+
+    try:
+        return Questions(config.data) if config.data else TASKS[config.task]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: list) -> dict:
+    """The teacher's samples, from the file of an earlier run if they are of the same teacher, prompts and settings."""
+    path = Path(config.teacher_pool or folder / "teacher_pool.json")
+    digest = sum(float(p.double().abs().sum()) for p in teacher.parameters())
+    key = {"task": task.name, "teacher": digest, "samples": config.teacher_samples, "temperature": config.temperature,
+           "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts, "seed": config.seed}
+    if path.is_file():
+        try:
+            saved = json.loads(path.read_text())
+            if saved["key"] == key:
+                return saved["pool"]
+        except (ValueError, KeyError, TypeError):
+            pass
+        if config.teacher_pool:
+            raise UsageError(f"--teacher-pool {path}: is of another teacher, task or setting; name another file, or remove it to sample anew")
+    pool = make_pool(teacher, tokenizer, task, problems, config)
+    write_json(path, {"key": key, "pool": pool})
+    return pool
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path, int] | tuple[None, int]:
+    """The newest complete checkpoint and its step"""
+    found = [(int(p.name.split("-")[1]), p) for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
+    for step, path in sorted(found, reverse=True):
+        if (path / "trainer_state.pt").is_file():
+            return path, step
+        print(f"warning: {path} is incomplete and is passed over", file=sys.stderr)
+    return None, 0
+
+
+def prepare(config: Config) -> tuple[Run, Path, int]:
+    """Everything that can be wrong is found here, cheap checks first, no model loaded before they pass."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    task, device, row = load_task(config), pick_device(config), config.row
+    if config.plot:
+        import importlib.util
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError(f"--plot {config.plot}: needs matplotlib, which is not installed: pip install matplotlib")
+    needs_teacher = bool(row.distillation or row.imitation)
+    check_model_folder("--student", config.student)
+    if needs_teacher:
+        if not config.teacher:
+            raise UsageError(f"--teacher: --method {config.method} needs a teacher, for instance --teacher {_TOY / 'teacher'}")
+        check_model_folder("--teacher", config.teacher)
+    folder = open_folder(config)
+    checkpoint, step = newest_checkpoint(folder) if config.resume else (None, 0)
+    student, tokenizer = load_model("--student", str(checkpoint or config.student), device)
+    teacher = reference = None
+    if needs_teacher:
+        teacher, other = load_model("--teacher", config.teacher, device)
+        check_same_tokens(config, tokenizer, other)
+    if config.kl_coef:
+        reference, _ = load_model("--student", config.student, device)
+    problems = task.problems("train", config.train_prompts, config.seed)
+    window = getattr(student.config, "max_position_embeddings", None) or math.inf
+    longest = max(problems, key=lambda p: len(tokenizer(task.prompt(p)).input_ids))
+    if (length := len(tokenizer(task.prompt(longest)).input_ids) + config.max_new_tokens) > window:
+        raise UsageError(f"--max-new-tokens {config.max_new_tokens}: with the longest prompt that is {length} tokens, the model's window is {window}")
+    optimizer = torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0)
+    if checkpoint:
+        optimizer.load_state_dict(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["optimizer"])
+    pool = load_pool(config, folder, teacher, tokenizer, task, problems) if row.imitation or row.weighted else {}
+    return Run(config, task, tokenizer, student, teacher, reference, optimizer, problems, pool), folder, step
+
+
+@contextlib.contextmanager
+def catching_signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM land in a list, so that the step in progress is finished and saved; a second one ends at once."""
+    caught: list[int] = []
+
+    def note(number, _frame):
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    try:
+        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:                  # not the main thread: whoever runs us there handles signals
+        before = {}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(config: Config) -> dict:
+    """One method on one task: measure, take `steps` steps, measure again.  Returns the evaluation, writes the run's folder.
+
+    Returns {"before": {difficulty: (right, asked)}, "after": ..., "folder": ...}; raises UsageError for what cannot be used, and
+    SystemExit(128 + signal) after the state was saved if a signal came.
+    """
+    from tqdm import tqdm
+
+    run, folder, first = prepare(config)
+    write_json(folder / "config.json", dataclasses.asdict(config))
+    held_out = run.task.problems("eval", config.eval_problems, 0) if config.eval_problems else []
+    known = json.loads((folder / "evaluation.json").read_text()) if first and (folder / "evaluation.json").exists() else {}
+    result = {"before": known.get("before") or accuracy(run, held_out)}
+    write_json(folder / "evaluation.json", result)
+    metrics, done = folder / "metrics.jsonl", []
+    if first and metrics.exists():      # what was logged past the checkpoint happens again
+        done = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")][:first]
+    metrics.write_text("".join(done))
+    save = lambda step: save_model(run, folder / f"checkpoint-{step}", {"optimizer": run.optimizer.state_dict()})
+    with metrics.open("a") as log, catching_signals() as caught, \
+            tqdm(total=config.steps, initial=first, desc=config.method, unit="step") as bar:
+        for step in range(first, config.steps):
+            line = train_step(run, step)
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            bar.update()
+            if "reward_mean" in line:
+                bar.set_postfix_str(f"reward {line['reward_mean']:.2f}, groups -{line['negative_share']:.2f} ~{line['mixed_share']:.2f} "
+                                    f"+{line['positive_share']:.2f}", refresh=False)
+            if caught or (config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps):
+                save(step + 1)
+            if caught:
+                bar.close()
+                print(f"stopped by {signal.Signals(caught[0]).name} after step {step + 1}, saved; go on with --resume --out {folder}", file=sys.stderr)
+                raise SystemExit(128 + caught[0])
+    save_model(run, folder / "final")
+    result |= {"after": accuracy(run, held_out)}
+    write_json(folder / "evaluation.json", result)
+    return result | {"folder": str(folder), "run": run}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 14  Command line.  What was asked for, is it possible, and what came of it?
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def results_table(result: dict) -> str:
+    """Accuracy by difficulty before and after, with 95 % intervals, and all difficulties together"""
+    def cell(right: int, asked: int) -> str:
+        low, high = wilson(right, asked)
+        return f"{100 * right / asked:5.1f} % [{100 * low:4.1f}, {100 * high:4.1f}]"
+
+    rows = [(level, result["before"][level], result["after"][level]) for level in result["before"]]
+    rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
+    lines = [f"{'difficulty':>10}  {'problems':>8}  {'before':^22}  {'after':^22}"]
+    return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {cell(*b):>22}  {cell(*a):>22}" for level, b, a in rows])
+
+
+def number(kind: type) -> Callable[[str], float]:
+    """A parser of a flag's value whose complaint says what a number looks like"""
+    def parse(text: str):
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}, for instance "
+                                             f"{'8' if kind is int else '5e-4'}") from None
+    return parse
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose complaint is one line, with exit code 2"""
+
+    def error(self, message: str):
+        word = message.removeprefix("unrecognized arguments: ").split()[0]
+        if message.startswith("unrecognized arguments: "):
+            message = (f"{message}{did_you_mean(word, self._option_string_actions)}; --help lists the flags" if word.startswith("-") else
+                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is train (the default)")
+        print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def build_parser() -> OneLineParser:
+    methods = "\n".join(f"  {name:18} {row.summary}" for name, row in METHODS.items())
+    parser = OneLineParser(prog="python hybrid_rl.py train", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                           description="Train a language model with one method on one task.  Without flags: RSTG, on the toy.",
+                           epilog=f"methods:\n{methods}\n\nA flag that the chosen method does not read is refused.  Exit code 2: something given cannot "
+                                  "be used; 130, 143: stopped by a signal, state saved.")
+    for field in dataclasses.fields(Config):
+        legal, default = field.metadata["legal"], field.default
+        text = field.metadata["help"] + (f"; {legal}" if isinstance(legal, str) and legal else "")
+        users = users_of(field)
+        text += f" [{'hybrids' if users == [m for m in METHODS if '+' in m or m == 'rstg'] else ', '.join(users)}]" if len(users) < len(METHODS) else ""
+        if isinstance(default, bool):
+            parser.add_argument(flag_of(field.name), action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        shown = Path(default).name if default and str(default).startswith(str(_TOY)) else default
+        kind = float if field.type == float | None else field.type
+        parser.add_argument(flag_of(field.name), type=str if kind is str else number(kind), default=argparse.SUPPRESS,
+                            metavar="{" + ",".join(map(str, legal)) + "}" if isinstance(legal, tuple) and field.name != "method" else
+                            {int: "N", float: "X", str: "NAME"}[kind],
+                            help=(text + (f" (default: {shown})" if shown not in ("", None) else "")).replace("%", "%%"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"]:
+        words = words[1:]
+    try:
+        given = vars(build_parser().parse_args(words))
+        config = Config(**given)
+        result = train(config)
+    except UsageError as error:
+        print(f"hybrid_rl.py: error: {error}", file=sys.stderr)
+        return 2
+    except (FloatingPointError, OSError) as error:
+        print(f"hybrid_rl.py: error: {error}", file=sys.stderr)
+        return 1
+    if config.plot:
+        from toy_tasks.plot import plot_run
+        plot_run(Path(result["folder"]), config.plot)
+    if result["after"]:
+        print(f"\n{config.method} on {result['run'].task.name}, {config.steps} steps, held-out problems, temperature {config.temperature:g}, 95 % intervals\n")
+        print(results_table(result))
+    print(f"\nThe model, its metrics and its settings are in {result['folder']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.modules.setdefault("hybrid_rl", sys.modules[__name__])      # so that toy_tasks, if it imports us, gets this same module
+    sys.exit(main())

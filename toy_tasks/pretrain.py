@@ -8,6 +8,7 @@ the longer problems, so its groups there are all wrong: the place where a teache
 
 import argparse
 import random
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             hybrid_rl.train(hybrid_rl.Config(method="grpo", student=str(options.out / "teacher-raw"), steps=60, lr=5e-4,
                                              out=f"{scratch}/run", save_every=0, seed=0))
-            hybrid_rl.export(f"{scratch}/run/final", options.out / "teacher")
+            shutil.copytree(f"{scratch}/run/final", options.out / "teacher", dirs_exist_ok=True)
 
 
 if __name__ == "__main__":
