@@ -144,7 +144,7 @@ class Config:
     train_prompts: int = knob(512, "distinct training prompts, repeated over epochs", ">= 1")
     eval_problems: int = knob(800, "held-out problems to measure on before and after; 0 = do not", ">= 0")
     seed: int = knob(0, "seed of prompt order and sampling", ">= 0")
-    device: str = knob("auto", "where to run; auto takes a GPU if there is one", ("auto", "cpu", "cuda", "mps"))
+    device: str = knob("auto", "where to run; auto takes a GPU if there is one", ("auto", "cpu", "cuda"))
     dtype: str = knob("float32", "of the forward passes; weights and losses stay float32", ("float32", "bfloat16"))
     micro_batch: int = knob(256, "completions in one forward pass; changes memory and speed, not the gradient", ">= 1")
 
@@ -271,8 +271,8 @@ def token_weights(mask: Tensor, how: str, length: float | None = None, empty_row
     """
     if empty_rows not in ("skip", "count"):
         raise ValueError(f"empty_rows {empty_rows!r}: must be skip or count")
-    counts = mask.sum(dim=1, keepdim=True)                                       # (B, 1)
-    rows = mask.any(dim=1).sum() if empty_rows == "skip" else torch.tensor(len(mask), device=mask.device)
+    counts = mask.sum(dim=1, keepdim=True).double()                              # (B, 1), double before any length enters
+    rows = mask.any(dim=1).sum().double() if empty_rows == "skip" else counts.new_tensor(len(mask))
     if how == "seq_mean_token_mean":
         divisor = rows * counts
     elif how == "token_mean":
@@ -283,7 +283,7 @@ def token_weights(mask: Tensor, how: str, length: float | None = None, empty_row
         divisor = rows * length
     else:
         raise ValueError(f"aggregation {how!r}: must be seq_mean_token_mean, token_mean or seq_mean_token_sum_norm")
-    return torch.where(mask, 1.0 / divisor.clamp(min=1e-300).double(), 0.0)
+    return torch.where(mask, 1.0 / divisor.clamp(min=1e-300), 0.0)
 
 
 def weighted_sum(terms: Tensor, weights: Tensor) -> Tensor:
@@ -1037,12 +1037,10 @@ def check_same_tokens(config: Config, one, other) -> None:
 
 
 def pick_device(config: Config) -> str:
-    usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if config.device == "auto":
-        return next(name for name in ("cuda", "mps", "cpu") if usable[name])
-    if not usable[config.device]:
-        raise UsageError(f"--device {config.device}: this machine has none that torch {torch.__version__} can use; --device cpu always works")
-    return config.device
+    """No mps: the divisors of a step are float64, which it lacks."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device cuda: this machine has none that torch {torch.__version__} can use; --device cpu always works")
+    return {"auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(config.device, config.device)
 
 
 def open_folder(config: Config) -> Path:
@@ -1101,7 +1099,7 @@ def load_task(config: Config):
 def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: list) -> dict:
     """The teacher's samples, from the file of an earlier run if they are of the same teacher, prompts and settings."""
     path = Path(config.teacher_pool or folder / "teacher_pool.json")
-    digest = sum(float(p.double().abs().sum()) for p in teacher.parameters())
+    digest = sum(p.detach().double().abs().sum().item() for p in teacher.parameters())
     key = {"task": task.name, "teacher": digest, "samples": config.teacher_samples, "temperature": config.temperature,
            "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts, "seed": config.seed}
     if path.is_file():
@@ -1316,5 +1314,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.modules.setdefault("hybrid_rl", sys.modules[__name__])      # so that toy_tasks, if it imports us, gets this same module
     sys.exit(main())
