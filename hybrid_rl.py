@@ -341,6 +341,11 @@ def group_advantages(rewards: Tensor, *, scale: str = "group_std", ddof: int = 0
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _per_token(advantages: Tensor, logp: Tensor) -> Tensor:
+    """(B, 1) or (B, T) -> (B, T); nothing else is broadcast"""
+    return advantages.expand_as(logp) if advantages.shape == (len(logp), 1) else advantages
+
+
 def policy_terms(logp: Tensor, logp_old: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2,
                  dual_clip: float | None = None, ratio_level: str = "token", mask: Tensor | None = None) -> Tensor:
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A),  rho = exp(logp - logp_old)     (B, T) x3 -> (B, T)
@@ -351,7 +356,7 @@ def policy_terms(logp: Tensor, logp_old: Tensor, advantages: Tensor, *, clip_low
     ratio_level "sequence" uses one rho a row, the exp of the *mean* log-ratio over mask (GSPO, arXiv:2507.18071).
     Raises ValueError where shapes differ, or where "sequence" comes without a mask.
     """
-    same_shape(logp=logp, logp_old=logp_old, advantages=advantages.expand_as(logp) if advantages.shape[1:] == (1,) else advantages)
+    same_shape(logp=logp, logp_old=logp_old, advantages=_per_token(advantages, logp))
     log_ratio = upcast(logp) - upcast(logp_old.detach())
     if ratio_level == "sequence":
         if mask is None:
@@ -392,12 +397,13 @@ def grpo_loss(logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor, 
     `empty_rows` as in token_weights, `clip` as in policy_terms.  What lies outside the mask is filled before any arithmetic, so NaN
     there reaches neither the value nor the gradient.  Raises ValueError where kl_coef > 0 comes without logp_ref.
     """
-    same_shape(logp=logp, mask=mask)
-    live = [x.expand_as(logp).masked_fill(~mask, 0.0) for x in (logp, logp_old, advantages)]
+    same_shape(logp=logp, logp_old=logp_old, mask=mask, advantages=_per_token(advantages, logp))
+    live = [x.masked_fill(~mask, 0.0) for x in (logp, logp_old, _per_token(advantages, logp))]
     terms = policy_terms(*live, mask=mask, **clip)
     if kl_coef:
         if logp_ref is None:
             raise ValueError(f"kl_coef {kl_coef}: needs logp_ref, the log-probs under the reference policy")
+        same_shape(logp=logp, logp_ref=logp_ref)
         terms = terms + kl_coef * kl_terms(live[0], logp_ref.masked_fill(~mask, 0.0), kl_kind, kl_gradient)
     return aggregate(terms, mask, how, length, empty_rows)
 
@@ -550,7 +556,7 @@ def select_tokens(scores: Tensor, mask: Tensor, share: float = 50.0) -> Tensor:
     same_shape(scores=scores, mask=mask)
     # CHOICE: 50 percent, rounded up in exact arithmetic: in floats 7 % of 100 is 8.  test_the_selected_count_is_exact
     exact = Fraction(str(share)) / 100
-    count = -((-mask.sum(dim=1, keepdim=True) * exact.numerator) // exact.denominator)      # (B, 1)
+    count = torch.tensor([math.ceil(n * exact) for n in mask.sum(dim=1).tolist()], device=mask.device)[:, None]     # (B, 1)
     order = scores.masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
     return (order.argsort(dim=1) < count) & mask
 
@@ -955,7 +961,7 @@ def train_step(run: Run, step: int) -> dict:
     batch, rewards = collect(run, problems)
     hybrid = row.reward and METHODS[config.method].distillation
     opd_coef = anneal(step, config.opd_coef, config.opd_coef_slope, config.opd_coef_floor) if hybrid else 1.0
-    logs: dict = {"step": step, "loss": 0.0}
+    logs = {"step": step} | dict.fromkeys(("reward_mean", "negative_share", "mixed_share", "positive_share", "completion_length", "truncated_share"))
     imitated = prompts if row.imitation == "all" else []
     if batch is not None:
         routes = route_groups((rewards == 1).int())
@@ -1210,7 +1216,7 @@ def train(config: Config) -> dict:
             log.write(json.dumps(line) + "\n")
             log.flush()
             bar.update()
-            if "reward_mean" in line:
+            if line["reward_mean"] is not None:
                 bar.set_postfix_str(f"reward {line['reward_mean']:.2f}, groups -{line['negative_share']:.2f} ~{line['mixed_share']:.2f} "
                                     f"+{line['positive_share']:.2f}", refresh=False)
             if caught or (config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps):

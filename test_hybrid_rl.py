@@ -1,0 +1,1785 @@
+"""The specification of hybrid_rl.py: pencil examples, theorems by exact enumeration, plain-Python twins, edges, near misses.
+
+A test's name is its claim; `pytest -v` reads as the list of claims.  Order follows the module's sections.  Twins are loops over
+Python floats, written from the equations.  A near miss is a wrong version that people have shipped: the spec must tell it apart.
+Everything is float64 unless precision is the subject; "equal" then means 1e-9, a million roundings of a term of size 1.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import hybrid_rl as H
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
+settings.load_profile("ci")
+torch.set_num_threads(1)
+
+F64 = torch.float64
+INF, NAN = float("inf"), float("nan")
+HOWS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm")
+SCALES, BASELINES = ("group_std", "batch_std", "none"), ("mean", "leave_one_out")
+SEEDS, ROWS, LENGTHS = st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6)
+
+
+def tensor(rows) -> torch.Tensor:
+    return torch.tensor(rows, dtype=F64)
+
+
+def leaf(rows) -> torch.Tensor:
+    return (rows.detach().clone() if isinstance(rows, torch.Tensor) else tensor(rows)).requires_grad_()
+
+
+def randn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def randint(seed: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged(seed: int, rows: int, length: int, shortest: int = 0) -> torch.Tensor:
+    """A mask of rows with random lengths between shortest and length."""
+    return torch.arange(length) < (shortest + randint(seed, length + 1 - shortest, rows, 1))
+
+
+def logp_like(seed: int, rows: int, length: int) -> torch.Tensor:
+    return -randn(seed, rows, length).abs() - 0.05
+
+
+def grad(value: torch.Tensor, *inputs: torch.Tensor):
+    """Gradient of a scalar; zeros where it does not depend on an input."""
+    found = torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=True)
+    found = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs)]
+    return found[0] if len(found) == 1 else found
+
+
+def same(actual, expected, what: str, tol: float = 1e-9):
+    actual, expected = (torch.as_tensor(x, dtype=F64).detach() for x in (actual, expected))
+    assert actual.shape == expected.shape, f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
+    assert torch.allclose(actual, expected, rtol=tol, atol=tol), f"{what}: expected {expected.tolist()}, got {actual.tolist()}"
+
+
+def bit_equal(actual: torch.Tensor, expected: torch.Tensor, what: str):
+    assert torch.equal(actual, expected), f"{what}: expected exactly {expected.tolist()}, got {actual.tolist()}"
+
+
+def differs(actual, other, what: str, by: float = 1e-3):
+    gap = (torch.as_tensor(actual, dtype=F64) - torch.as_tensor(other, dtype=F64)).abs().max().item()
+    assert gap > by, f"{what}: expected a difference above {by}, got {gap}"
+
+
+def refuses(named: str, function, *args, **kwargs):
+    """The call raises ValueError and the message names what was given."""
+    with pytest.raises(ValueError) as caught:
+        function(*args, **kwargs)
+    assert named in str(caught.value), f"expected a message that names {named!r}, got {caught.value}"
+
+
+NEAR_MISSES: dict[str, tuple] = {}      # name: (public function, wrong version, what it is and where it has been seen)
+MISSED_AT: dict[str, str] = {}          # name: the case of CASES (at the end) on which the wrong version must show
+
+
+def near_miss(function: str, seen: str, case: str = "plain"):
+    """Enter a wrong version of a public function."""
+    def enter(wrong):
+        NEAR_MISSES[wrong.__name__], MISSED_AT[wrong.__name__] = (function, wrong, seen), case
+        return wrong
+    return enter
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2  Masks, sums, log-probs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def twin_softmax(z: list, temperature: float = 1.0) -> list:
+    top = max(z)
+    e = [math.exp((x - top) / temperature) for x in z]
+    return [x / math.fsum(e) for x in e]
+
+
+def twin_kl(a: list, b: list) -> float:
+    return math.fsum(p * math.log(p / q) for p, q in zip(a, b) if p > 0)
+
+
+def twin_weights(mask: list, how: str, length=None, empty_rows: str = "skip") -> list:
+    counts = [sum(row) for row in mask]
+    rows = sum(1 for n in counts if n > 0) if empty_rows == "skip" else len(mask)
+    out = []
+    for row, n in zip(mask, counts):
+        one = {"seq_mean_token_mean": rows * n, "token_mean": sum(counts), "seq_mean_token_sum_norm": rows * (length or 0)}[how]
+        out.append([1.0 / one if live else 0.0 for live in row])
+    return out
+
+
+def twin_mean(terms: list, mask: list, how: str, length=None, empty_rows: str = "skip") -> float:
+    weights = twin_weights(mask, how, length, empty_rows)
+    return math.fsum(w * x for ws, xs in zip(weights, terms) for w, x in zip(ws, xs) if w)
+
+
+def test_the_end_token_is_trained_and_the_padding_after_it_is_not():
+    mask = H.action_mask(torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9]]), 2)     # eos = pad = 2
+    assert mask.tolist() == [[True, True, True, False, False], [True] * 5], f"expected the first eos kept, got {mask}"
+    assert mask.sum() == 8, f"expected 8 tokens (7 = every eos dropped), got {mask.sum()}"
+
+
+def test_any_of_several_end_ids_ends_a_row():
+    mask = H.action_mask(torch.tensor([[5, 3, 2, 9], [2, 3, 5, 5], [7, 7, 7, 3]]), [2, 3])
+    assert mask.sum(dim=1).tolist() == [2, 1, 4], f"expected the row to end at its first 2 or 3, got {mask}"
+
+
+@given(SEEDS, ROWS, LENGTHS)
+def test_action_mask_and_truncated_equal_their_loops(seed, rows, length):
+    ids = randint(seed, 4, rows, length)
+    mask, cut = H.action_mask(ids, [0, 3]), H.truncated(ids, [0, 3])
+    for b, row in enumerate(ids.tolist()):
+        ended = False
+        for t, token in enumerate(row):
+            assert mask[b, t].item() == (not ended), f"expected mask[{b},{t}] = {not ended} in {row}"
+            ended = ended or token in (0, 3)
+        assert cut[b].item() == (not ended), f"expected truncated[{b}] = {not ended} in {row}"
+
+
+def test_a_row_is_truncated_only_if_it_never_ended():
+    cut = H.truncated(torch.tensor([[5, 6, 2], [5, 6, 7], [2, 7, 7]]), 2)
+    assert cut.tolist() == [False, True, False], f"expected only the row without an eos, got {cut}"
+    assert H.truncated(torch.tensor([[5, 3]]), (2, 3)).tolist() == [False], "expected 3 to count as an end"
+
+
+def test_truncated_rows_leave_numerator_and_denominator():
+    terms, ids = leaf([[2, 2, 2, 0, 0, 0], [1, 1, 1, 1, 1, 1]]), torch.tensor([[5, 5, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5]])
+    mask = H.action_mask(ids, 2)
+    kept = mask & ~H.truncated(ids, 2)[:, None]
+    loss = H.aggregate(terms, kept, "token_mean")
+    same(loss, 2.0, "with exclusion 6/3 (0.667 = the 6/9 that keeps the divisor)")
+    same(grad(loss, terms), tensor([[1 / 3] * 3 + [0] * 3, [0] * 6]), "gradient with exclusion")
+    same(H.aggregate(terms, mask, "token_mean"), 12 / 9, "without exclusion")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_nothing_to_score_is_exactly_zero_with_a_graph(how):
+    terms = leaf([[-1.0, -INF, 3.0]])
+    for empty_rows in ("skip", "count"):
+        loss = H.aggregate(terms, torch.zeros(1, 3, dtype=torch.bool), how, 4, empty_rows)
+        assert loss.item() == 0 and loss.requires_grad, f"expected exactly 0 with a graph, got {loss}"
+        bit_equal(grad(loss, terms), torch.zeros(1, 3, dtype=F64), "gradient of nothing")
+
+
+def test_an_empty_row_does_not_spoil_its_neighbour():
+    terms, mask = leaf([[NAN, INF], [1.0, 3.0]]), torch.tensor([[False, False], [True, True]])
+    skip, count = (H.aggregate(terms, mask, "seq_mean_token_mean", empty_rows=word) for word in ("skip", "count"))
+    same(skip, 2.0, "empty rows skipped")
+    same(count, 1.0, "empty rows counted")
+    same(grad(skip, terms), tensor([[0, 0], [0.5, 0.5]]), "gradient, skipped")
+    same(grad(count, terms), tensor([[0, 0], [0.25, 0.25]]), "gradient, counted")
+
+
+def test_the_score_of_an_id_is_read_one_position_before_it():
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    logits = F.one_hot(ids + 1, 16).double() * 10        # a stub that always predicts id + 1
+    logp = H.token_logps(logits, ids)
+    assert logp.shape == (1, 4), f"expected one score for every id but the first, got {tuple(logp.shape)}"
+    same(logp, torch.full((1, 4), -0.00068), "score per token", tol=1e-5)
+    for wrong in (logps_shifted_twice, logps_not_shifted):
+        same(wrong(logits, ids), torch.full((1, 4), -10.00068), f"the wrong number of {wrong.__name__}", tol=1e-5)
+
+
+def test_exactly_the_logits_before_the_completion_are_read():
+    ids, logits = torch.tensor([[0, 0, 5, 6, 7, 8, 2]]), leaf(randn(0, 1, 7, 10))    # prompt 0 0 5 6, completion 7 8 2
+    score = lambda z: H.token_logps(z, ids)[:, 3:]
+    rows = grad(score(logits).sum(), logits).abs().sum(dim=-1)[0]
+    assert (rows > 0).tolist() == [False] * 3 + [True] * 3 + [False], f"expected positions 3, 4, 5 to be read, got {rows}"
+    loud = logits.detach().clone()
+    loud[:, [0, 1, 2, 6]] += 1e4 * randn(1, 1, 4, 10)
+    bit_equal(score(loud), score(logits).detach(), "huge values at 0, 1, 2 and 6")
+    loud[:, 3] += randn(2, 1, 10)
+    differs(score(loud), score(logits), "another logit at 3")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.integers(2, 5), st.sampled_from([0.5, 1.0, 1.7]))
+def test_token_logps_and_entropy_equal_their_loops(seed, rows, length, vocab, temperature):
+    logits, ids = leaf(3 * randn(seed, rows, length + 1, vocab)), randint(seed, vocab, rows, length + 1)
+    logp, entropy = H.token_logps(logits, ids, temperature), H.token_entropy(logits, temperature)
+    g_logp, g_entropy = grad(logp.sum(), logits), grad(entropy.sum(), logits)
+    for b, t in itertools.product(range(rows), range(length + 1)):
+        p = twin_softmax(logits[b, t].tolist(), temperature)
+        h = -math.fsum(x * math.log(x) for x in p)
+        same(entropy[b, t], h, "entropy")
+        same(g_entropy[b, t], tensor([-x * (math.log(x) + h) / temperature for x in p]), "gradient of entropy")
+        if t < length:
+            y = ids[b, t + 1].item()
+            same(logp[b, t], math.log(p[y]), "log-prob")
+            same(g_logp[b, t], tensor([((v == y) - x) / temperature for v, x in enumerate(p)]), "gradient e_y - p")
+        else:
+            same(g_logp[b, t], torch.zeros(vocab), "gradient at the last position")
+
+
+def test_a_logit_of_minus_infinity_adds_nothing_to_entropy_or_gradient():
+    full, short = leaf([[[1.0, -INF, 0.3]]]), leaf([[[1.0, 0.3]]])
+    h_full, h_short = H.token_entropy(full), H.token_entropy(short)
+    same(h_full, h_short, "entropy without the impossible token")
+    same(grad(h_full.sum(), full)[..., [0, 2]], grad(h_short.sum(), short), "gradient of the possible ones")
+    assert grad(h_full.sum(), full)[0, 0, 1] == 0, "expected gradient 0 at the impossible token"
+    logp = H.token_logps(full.expand(1, 2, 3), torch.tensor([[0, 2]]))
+    assert logp.isfinite().all() and grad(logp.sum(), full).isfinite().all(), "expected finite log-probs and gradient"
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_low_precision_logits_are_scored_in_float32(dtype):
+    logits, ids = (4 * randn(3, 2, 5, 1000)).to(dtype), randint(4, 1000, 2, 5)
+    logp, entropy = H.token_logps(logits, ids), H.token_entropy(logits)
+    assert logp.dtype == entropy.dtype == torch.float32, f"expected float32, got {logp.dtype} and {entropy.dtype}"
+    same(logp, H.token_logps(logits.double(), ids), "float64 of the same numbers, up to 10 roundings of a term of 20", tol=2e-6)
+    same(entropy, H.token_entropy(logits.double()), "entropy likewise", tol=2e-6)
+    assert H.token_logps(logits.double(), ids).dtype == F64, "expected float64 to stay"
+    ones = torch.ones(1, 4097, dtype=dtype)
+    assert H.weighted_sum(ones, ones).item() == 4097, f"expected an exact sum of {dtype}"
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS), st.sampled_from(["skip", "count"]))
+def test_every_mean_equals_its_loop_in_value_and_gradient(seed, rows, length, how, empty_rows):
+    terms, mask = leaf(randn(seed, rows, length)), ragged(seed + 1, rows, length)
+    loss, weights = H.aggregate(terms, mask, how, 7, empty_rows), twin_weights(mask.tolist(), how, 7, empty_rows)
+    same(loss, twin_mean(terms.tolist(), mask.tolist(), how, 7, empty_rows), f"mean {how}, {empty_rows}")
+    same(grad(loss, terms), tensor(weights), f"gradient of {how}, {empty_rows}")
+    same(H.token_weights(mask, how, 7, empty_rows), tensor(weights), "token_weights")
+
+
+def test_weights_are_float64_whatever_the_divisor():
+    one, many = torch.ones(1, 1, dtype=torch.bool), torch.ones(4097, 4097, dtype=torch.bool)
+    same(H.token_weights(one, HOWS[2], 7.3), tensor([[1 / 7.3]]), "one over a length that is no whole number", tol=1e-14)
+    same(H.token_weights(many, "token_mean")[:1, :1] * 4097**2, tensor([[1.0]]), "one over more than 2^24 tokens", tol=1e-14)
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS[:2]))
+def test_weights_of_a_mean_add_up_to_one(seed, rows, length, how):
+    mask = ragged(seed, rows, length)
+    same(H.token_weights(mask, how).sum(), float(mask.any()), f"sum of the weights of {how}")
+    assert (H.token_weights(mask, how)[~mask] == 0).all(), "expected weight 0 outside the mask"
+
+
+@pytest.mark.parametrize("split", ([3], [1, 2], [2, 1], [1, 1, 1]))
+def test_token_mean_is_two_and_a_half_for_every_split(split):
+    mask = torch.arange(4) < torch.tensor([[4], [1], [1]])
+    terms = leaf(mask * tensor([[1], [4], [7]]))
+    weights = H.token_weights(mask, "token_mean")
+    total = sum(H.weighted_sum(x, w) for x, w in zip(terms.split(split), weights.split(split)))
+    same(total, 2.5, "15/6 (3.25, 4.0 = mean of means, .833 = divided twice)")
+    same(grad(total, terms), mask.double() / 6, "gradient")
+    same(mean_of_means(terms, mask, "token_mean"), 4.0, "the wrong one, three micro-batches averaged")
+    two = [H.aggregate(x, m, "token_mean") for x, m in zip(terms.split([1, 2]), mask.split([1, 2]))]
+    same(sum(two) / 2, 3.25, "the wrong one, two micro-batches averaged")
+
+
+@given(SEEDS, st.integers(2, 6), LENGTHS, st.sampled_from(HOWS), st.sampled_from(["skip", "count"]), st.data())
+def test_any_split_into_micro_batches_has_the_same_gradient(seed, rows, length, how, empty_rows, data):
+    logits, mask, ids = leaf(randn(seed, rows, length + 1, 4)), ragged(seed, rows, length), randint(seed, 4, rows, length + 1)
+    mask[0] = False                                      # a row with nothing to score
+    weights = H.token_weights(mask, how, 5, empty_rows)
+    cuts = sorted({0, rows, *data.draw(st.lists(st.integers(1, rows - 1), max_size=3))})
+    whole = H.weighted_sum(-H.token_logps(logits, ids), weights)
+    parts = [H.weighted_sum(-H.token_logps(logits[i:j], ids[i:j]), weights[i:j]) for i, j in zip(cuts, cuts[1:])]
+    same(sum(parts), whole, f"value, split at {cuts}")
+    same(sum(grad(part, logits) for part in parts), grad(whole, logits), f"gradient, split at {cuts}")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS), st.sampled_from([NAN, INF, -INF]))
+def test_garbage_under_a_weight_of_zero_reaches_nothing(seed, rows, length, how, garbage):
+    mask, clean = ragged(seed, rows, length), randn(seed, rows, length)
+    dirty = leaf(clean.masked_fill(~mask, garbage))
+    loss = H.aggregate(dirty, mask, how, 3)
+    bit_equal(loss.detach(), H.aggregate(clean, mask, how, 3), f"value beside {garbage}")
+    bit_equal(grad(loss, dirty), H.token_weights(mask, how, 3), f"gradient beside {garbage}")
+
+
+def test_section_2_refuses_with_the_value_named():
+    mask, x = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3)
+    refuses("'mean'", H.token_weights, mask, "mean")
+    refuses("'drop'", H.token_weights, mask, "token_mean", empty_rows="drop")
+    refuses("None", H.token_weights, mask, HOWS[2])
+    refuses("0", H.token_weights, mask, HOWS[2], 0)
+    refuses("-4", H.aggregate, x, mask, HOWS[2], -4)
+    refuses("(2, 4)", H.aggregate, torch.zeros(2, 4), mask, "token_mean")
+    refuses("(1, 3)", H.weighted_sum, x, torch.zeros(1, 3))
+    refuses("(2, 5)", H.token_logps, torch.zeros(2, 4, 7), torch.zeros(2, 5, dtype=torch.long))
+    refuses("b (3,)", H.same_shape, a=torch.zeros(2), b=torch.zeros(3))
+
+
+@near_miss("action_mask", "drops every eos, since pad is the same id: trl#4970, trl#6357")
+def mask_from_pad_id(completion_ids, eos_ids):
+    return completion_ids != eos_ids
+
+
+@near_miss("action_mask", "stops before the eos, which is then never trained: trl#6357")
+def mask_without_eos(completion_ids, eos_ids):
+    return (completion_ids == eos_ids).cumsum(dim=1) == 0
+
+
+@near_miss("truncated", "asks whether the last id is the eos: a short row padded with another id counts as cut off")
+def truncated_by_last_id(completion_ids, eos_ids):
+    return completion_ids[:, -1] != eos_ids
+
+
+@near_miss("token_weights", "the mean over tokens inside a row, but the sum over rows: grows with the batch")
+def weights_summed_over_rows(mask, how, length=None, empty_rows="skip"):
+    return mask.double() / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+@near_miss("token_logps", "shifted twice, as when the labels were shifted already: OpenRLHF#973")
+def logps_shifted_twice(logits, ids, temperature=1.0):
+    logp = (logits[:, :-1] / temperature).log_softmax(-1)
+    return logp.gather(-1, ids.roll(-2, 1)[:, :-1, None]).squeeze(-1)
+
+
+@near_miss("token_logps", "not shifted: the logits at t score the id at t: transformers#47394")
+def logps_not_shifted(logits, ids, temperature=1.0):
+    return (logits / temperature).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)[:, 1:]
+
+
+@near_miss("token_logps", "the sampling temperature is left out of the loss: the ratio is not 1 on fresh samples")
+def logps_without_temperature(logits, ids, temperature=1.0):
+    return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+@near_miss("token_logps", "log of a softmax in bfloat16: no digits are left of a small probability")
+def logps_in_bfloat16(logits, ids, temperature=1.0):
+    return logits[:, :-1].bfloat16().div(temperature).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).double()
+
+
+@near_miss("token_entropy", "0 * -inf at an impossible token is NaN")
+def entropy_of_a_product(logits, temperature=1.0):
+    logp = (logits / temperature).log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+@near_miss("weighted_sum", "multiplies instead of filling: one padded NaN is the loss of the batch: verl#785")
+def sum_by_product(terms, weights):
+    return (terms * weights).sum()
+
+
+@near_miss("aggregate", "truncated or padded tokens stay in the divisor: trl#6369", "token_mean")
+def mean_over_all_columns(terms, mask, how, length=None, empty_rows="skip"):
+    return terms.masked_fill(~mask, 0.0).mean()
+
+
+@near_miss("aggregate", "mean of the means of micro-batches of one row: verl#7200, open-instruct#1161", "token_mean")
+def mean_of_means(terms, mask, how, length=None, empty_rows="skip"):
+    rows = [x[m].mean() for x, m in zip(terms, mask) if m.any()]
+    return torch.stack(rows).mean() if rows else terms.masked_fill(~mask, 0.0).sum()
+
+
+@near_miss("aggregate", "divides by the divisor twice: ms-swift#10117", "token_mean")
+def mean_divided_twice(terms, mask, how, length=None, empty_rows="skip"):
+    n = mask.sum().clamp(min=1)
+    return terms.masked_fill(~mask, 0.0).sum() / n / n
+
+
+@near_miss("aggregate", "Dr. GRPO's constant is replaced by the longest row of the batch, which changes with the split", "norm")
+def norm_by_longest_row(terms, mask, how, length=None, empty_rows="skip"):
+    weights = tensor(twin_weights(mask.tolist(), how, max(1, mask.sum(dim=1).max().item()), empty_rows))
+    return (terms.masked_fill(~mask, 0.0) * weights).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3  Advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def twin_advantages(rewards: list, scale: str, ddof: int, eps: float, baseline: str) -> list:
+    def std(values):
+        mean = math.fsum(values) / len(values)
+        return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - ddof))
+    every, out = [x for row in rewards for x in row], []
+    for row in rewards:
+        divisor = {"group_std": std(row) + eps, "batch_std": std(every) + eps, "none": 1.0}[scale]
+        line = []
+        for g, r in enumerate(row):
+            others = row[:g] + row[g + 1:] if baseline == "leave_one_out" else row
+            line.append(0.0 if min(row) == max(row) else (r - math.fsum(others) / len(others)) / divisor)
+        out.append(line)
+    return out
+
+
+def test_a_completion_is_compared_with_its_own_group():
+    rewards = tensor([[1, 0, 0, 0], [1, 1, 1, 0]])
+    same(H.group_advantages(rewards), tensor([[1.7317] + [-0.5772] * 3, [0.5772] * 3 + [-1.7317]]), "ddof 0", tol=1e-4)
+    same(H.group_advantages(rewards, ddof=1), tensor([[1.4997] + [-0.4999] * 3, [0.4999] * 3 + [-1.4997]]), "ddof 1", tol=1e-4)
+    same(advantages_over_the_batch(rewards).abs(), torch.full((2, 4), 0.9998), "the wrong one, over the batch", tol=1e-4)
+    same(advantages_over_the_batch(rewards, ddof=1).abs(), torch.full((2, 4), 0.9352), "likewise, ddof 1", tol=1e-4)
+    differs(H.group_advantages(rewards), advantages_over_the_batch(rewards), "over the batch", by=0.4)
+
+
+def test_a_batch_std_is_another_choice_and_gives_other_numbers():
+    rewards = tensor([[1, 0, 0, 0], [1, 1, 0, 0]])
+    same(H.group_advantages(rewards), tensor([[1.7317] + [-0.5772] * 3, [0.9998] * 2 + [-0.9998] * 2]), "group_std", tol=1e-4)
+    same(H.group_advantages(rewards, scale="batch_std"), tensor([[1.5489] + [-0.5163] * 3, [1.0326] * 2 + [-1.0326] * 2]),
+         "batch_std", tol=1e-4)
+
+
+@pytest.mark.parametrize("value, size", list(itertools.product((0.1, 0.2, 0.7, 1 / 3), (2, 7, 8, 16))))
+def test_equal_rewards_have_exactly_zero_advantage(value, size):
+    dtypes = (torch.float32, torch.bfloat16, F64)
+    for dtype, scale, ddof, eps, baseline in itertools.product(dtypes, SCALES, (0, 1), (0.0, 1e-6), BASELINES):
+        rewards = torch.full((2, size), value, dtype=dtype)
+        rewards[1, 0] = 0.95
+        a = H.group_advantages(rewards, scale=scale, ddof=ddof, eps=eps, baseline=baseline)
+        assert (a[0] == 0).all() and a.isfinite().all(), f"expected 0 for {size} rewards of {value}, {dtype}, got {a[0]}"
+        assert a[1, 0] > 0, f"expected the one better reward above 0, got {a[1]}"
+
+
+def test_leave_one_out_keeps_the_std_of_the_full_group():
+    rewards = torch.tensor([[0.35] * 7 + [0.95]])        # float32
+    plain = H.group_advantages(rewards, scale="none", baseline="leave_one_out")
+    scaled = H.group_advantages(rewards, baseline="leave_one_out")
+    same(plain[0, -1], 0.6, "0.95 - mean of the seven others", tol=1e-6)
+    same(scaled[0, -1], 3.0222, "over the group's std (about 3,500 = over the std of the seven equal others)", tol=1e-4)
+    same(plain[0, :7], torch.full((7,), -0.6 / 7), "0.35 - mean of the others", tol=1e-6)
+
+
+@given(SEEDS, st.integers(1, 4), st.integers(2, 6), st.sampled_from(["group_std", "batch_std", "none"]), st.sampled_from([0, 1]),
+       st.sampled_from([0.0, 1e-4, 0.1]), st.sampled_from(["mean", "leave_one_out"]), st.booleans())
+def test_group_advantages_equal_their_loop(seed, groups, size, scale, ddof, eps, baseline, binary):
+    rewards = (randint(seed, 2, groups, size).double() if binary else randn(seed, groups, size))
+    rewards[0, 0] = rewards[0, 1] + 1                    # at least one group has a spread, so eps 0 is allowed
+    a = H.group_advantages(rewards, scale=scale, ddof=ddof, eps=eps, baseline=baseline)
+    same(a, tensor(twin_advantages(rewards.tolist(), scale, ddof, eps, baseline)), f"advantages {scale} {ddof} {eps} {baseline}")
+
+
+@given(SEEDS, st.integers(2, 8), st.floats(0.1, 50), st.floats(-5, 5))
+def test_advantages_ignore_the_scale_and_zero_of_the_reward(seed, size, factor, shift):
+    rewards = randn(seed, 3, size)
+    plain, moved = (H.group_advantages(r, eps=0.0) for r in (rewards, factor * rewards + shift))
+    same(moved, plain, "after r -> c r + b", tol=1e-7)
+    same(H.group_advantages(rewards).sum(dim=1), torch.zeros(3), "sum over a group")
+
+
+def test_advantages_are_detached_and_accept_whole_numbers():
+    rewards = leaf([[1, 0, 0, 0]])
+    assert not H.group_advantages(rewards).requires_grad, "expected no graph behind an advantage"
+    same(H.group_advantages(torch.tensor([[1, 0, 0, 0]])), H.group_advantages(rewards), "integer rewards", tol=1e-6)
+
+
+@pytest.mark.parametrize("keyword", ({"ddof": 1}, {"eps": 0.1}, {"baseline": "leave_one_out"}, {"scale": "none"},
+                                     {"scale": "batch_std"}), ids=str)
+def test_every_keyword_of_the_advantage_matters(keyword):
+    rewards = tensor([[1, 0, 0, 0], [0.5, 0.25, 0, 0]])
+    differs(H.group_advantages(rewards, **keyword), H.group_advantages(rewards), str(keyword))
+
+
+def test_section_3_refuses_with_the_value_named():
+    good = tensor([[1, 0]])
+    for bad in (tensor([[1], [0]]), tensor([1, 0]), tensor([[[1, 0]]])):
+        refuses(str(tuple(bad.shape)), H.group_advantages, bad)
+    refuses("2 or more", H.group_advantages, tensor([[1]]))
+    refuses("'std'", H.group_advantages, good, scale="std")
+    refuses("'median'", H.group_advantages, good, baseline="median")
+    refuses("2", H.group_advantages, good, ddof=2)
+    refuses("NaN", H.group_advantages, tensor([[1, NAN]]))
+    refuses("inf", H.group_advantages, tensor([[1, INF]]))
+
+
+@near_miss("group_advantages", "compares with the whole batch instead of the group: grpo-flat#2")
+def advantages_over_the_batch(rewards, *, scale="group_std", ddof=0, eps=1e-4, baseline="mean"):
+    return (rewards - rewards.mean()) / (rewards.std(correction=ddof) + eps)
+
+
+@near_miss("group_advantages", "the batch's std for the group's: hidden where all groups have one spread: trl#5902")
+def advantages_over_the_batch_std(rewards, *, scale="group_std", ddof=0, eps=1e-4, baseline="mean"):
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(correction=ddof) + eps)
+
+
+@near_miss("group_advantages", "asks `std == 0`: eight float32 rewards of 0.2 have 1.5e-8: verl#4598, NeMo-RL#4161", "equal")
+def advantages_without_exact_zero(rewards, *, scale="group_std", ddof=0, eps=1e-4, baseline="mean"):
+    std = rewards.std(1, keepdim=True, correction=ddof)
+    return ((rewards - rewards.mean(1, keepdim=True)) / (std + eps)).masked_fill(std == 0, 0.0)
+
+
+@near_miss("group_advantages", "eps inside the root", "eps")
+def advantages_with_eps_in_the_root(rewards, *, scale="group_std", ddof=0, eps=1e-4, baseline="mean"):
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.var(1, keepdim=True, correction=ddof) + eps).sqrt()
+
+
+@near_miss("group_advantages", "divides by G - 1 although ddof 0 was asked for: TRL's and verl's default")
+def advantages_with_sample_std(rewards, *, scale="group_std", ddof=0, eps=1e-4, baseline="mean"):
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
+
+
+@near_miss("group_advantages", "leave-one-out std by moments in float32: explodes where the others agree: NeMo-RL#4161", "loo")
+def advantages_leave_one_out_std(rewards, *, scale="group_std", ddof=0, eps=1e-4, baseline="mean"):
+    n = rewards.shape[1] - 1
+    mean = (rewards.sum(1, keepdim=True) - rewards) / n
+    square = (rewards.square().sum(1, keepdim=True) - rewards.square()) / n
+    return (rewards - mean) / ((square - mean.square()).clamp(min=0).sqrt() + eps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4  GRPO
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def twin_policy_term(log_ratio: float, a: float, low: float, high: float, dual=None) -> tuple:
+    """The term and its derivative with respect to the log-ratio."""
+    rho = math.exp(log_ratio)
+    clipped = min(max(rho, 1 - low), 1 + high)
+    term, slope = (-rho * a, -rho * a) if rho * a <= clipped * a else (-clipped * a, 0.0)
+    return (-dual * a, 0.0) if dual is not None and a < 0 and term > -dual * a else (term, slope)
+
+
+def twin_kl_term(d: float, kind: str, gradient: str) -> tuple:
+    """The estimator at d = logp_ref - logp and its derivative with respect to logp."""
+    value, slope = {"k1": (-d, 1.0), "k2": (d * d / 2, -d), "k3": (math.exp(d) - d - 1, 1 - math.exp(d))}[kind]
+    return value, slope + value * (gradient == "ratio")
+
+
+def twin_grpo(logp, logp_old, advantages, mask, how, length, empty_rows, low, high, dual, level, logp_ref, coef, kind, gradient):
+    weights, value, slopes = twin_weights(mask, how, length, empty_rows), 0.0, [[0.0] * len(row) for row in mask]
+    for b, row in enumerate(mask):
+        live = [t for t, on in enumerate(row) if on]
+        for t in live:
+            mean = math.fsum(logp[b][u] - logp_old[b][u] for u in live) / len(live)
+            log_ratio = mean if level == "sequence" else logp[b][t] - logp_old[b][t]
+            term, slope = twin_policy_term(log_ratio, advantages[b][t], low, high, dual)
+            for u in live if level == "sequence" else [t]:
+                slopes[b][u] += weights[b][t] * slope / (len(live) if level == "sequence" else 1)
+            k, dk = twin_kl_term(logp_ref[b][t] - logp[b][t], kind, gradient)
+            value += weights[b][t] * (term + coef * k)
+            slopes[b][t] += weights[b][t] * coef * dk
+    return value, slopes
+
+
+@pytest.mark.parametrize("ratio, a, loss, slope", [(1.5, 1, -1.2, 0), (1.5, -1, 1.5, 1), (0.5, 1, -0.5, -1), (0.5, -1, 0.8, 0)])
+def test_the_clip_stops_a_step_that_went_far_enough_and_no_other(ratio, a, loss, slope):
+    logp = leaf([[math.log(ratio)]])
+    term = H.policy_terms(logp, tensor([[0]]), tensor([[a]]))
+    same(term, tensor([[loss]]), f"loss at ratio {ratio}, A {a}")
+    same(grad(term.sum(), logp) / ratio, tensor([[slope]]), f"dloss/dratio at ratio {ratio}, A {a}")
+
+
+def test_clip_higher_leaves_more_room_above_and_none_below():
+    logp, old, a = leaf([[math.log(1.25), math.log(1.3), math.log(0.7)]]), torch.zeros(1, 3, dtype=F64), tensor([[1, 1, -1]])
+    plain, higher = H.policy_terms(logp, old, a), H.policy_terms(logp, old, a, clip_high=0.28)
+    same(plain, tensor([[-1.2, -1.2, 0.8]]), "clip 0.2")
+    same(higher, tensor([[-1.25, -1.28, 0.8]]), "clip 0.2 below, 0.28 above")
+    same(grad(plain.sum(), logp), tensor([[0, 0, 0]]), "gradient, clip 0.2")
+    same(grad(higher.sum(), logp), tensor([[-1.25, 0, 0]]), "gradient, clip-higher")
+    same(H.policy_terms(logp, old, a, clip_low=0.4), tensor([[-1.2, -1.2, 0.7]]), "a lower clip of 0.4")
+
+
+def test_dual_clip_bounds_only_what_a_negative_advantage_costs():
+    logp, a = leaf([[math.log(x) for x in (2, 5, 5, 5, 0.5)]]), tensor([[-1, -1, -2, 1, -1]])
+    plain, dual = (H.policy_terms(logp, torch.zeros(1, 5, dtype=F64), a, dual_clip=c) for c in (None, 3.0))
+    same(plain, tensor([[2, 5, 10, -1.2, 0.8]]), "without")
+    same(dual, tensor([[2, 3, 6, -1.2, 0.8]]), "with c = 3")
+    same(grad(dual.sum(), logp), tensor([[2, 0, 0, 0, 0]]), "gradient with c = 3")
+
+
+def test_a_sequence_ratio_is_the_exp_of_the_mean_log_ratio():
+    logp, mask = leaf([[0.15, -0.05, 0.05, 9.0]]), torch.tensor([[True, True, True, False]])
+    terms = H.policy_terms(logp, torch.zeros(1, 4, dtype=F64), tensor([[2.0]]), ratio_level="sequence", mask=mask)
+    same(terms[mask], torch.full((3,), -2 * math.exp(0.05), dtype=F64), "e^0.05 for every token (e^0.15 = of the sum)")
+    loss = H.grpo_loss(logp, torch.zeros(1, 4, dtype=F64), tensor([[2.0]]), mask, ratio_level="sequence")
+    same(grad(loss, logp), tensor([[-2 * math.exp(0.05) / 3] * 3 + [0]]), "gradient, spread over the three tokens")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS), st.sampled_from(["skip", "count"]), st.sampled_from([0.0, 0.1, 0.2]),
+       st.sampled_from([0.0, 0.2, 0.28]), st.sampled_from([None, 1.5]), st.sampled_from(["token", "sequence"]),
+       st.sampled_from([0.0, 0.3]), st.sampled_from(["k1", "k2", "k3"]), st.sampled_from(["estimator", "ratio"]))
+@settings(max_examples=60)
+def test_grpo_loss_equals_its_loop(seed, rows, length, how, empty, low, high, dual, level, coef, kind, gradient):
+    old, a, ref = logp_like(seed, rows, length), randn(seed + 1, rows, length), logp_like(seed + 2, rows, length)
+    logp, mask = leaf(old + 0.5 * randn(seed + 3, rows, length)), ragged(seed + 4, rows, length)
+    loss = H.grpo_loss(logp, old, a, mask, how=how, length=5, empty_rows=empty, logp_ref=ref, kl_coef=coef, kl_kind=kind,
+                       kl_gradient=gradient, clip_low=low, clip_high=high, dual_clip=dual, ratio_level=level)
+    value, slopes = twin_grpo(logp.tolist(), old.tolist(), a.tolist(), mask.tolist(), how, 5, empty, low, high, dual, level,
+                              ref.tolist(), coef, kind, gradient)
+    same(loss, value, "grpo_loss")
+    same(grad(loss, logp), tensor(slopes), "its gradient")
+
+
+def test_a_loss_of_zero_still_has_a_gradient():
+    logits, ids = leaf(torch.zeros(2, 2, 2)), torch.tensor([[0, 0], [0, 1]])
+    logp, a = H.token_logps(logits, ids), H.group_advantages(tensor([[1, 0]])).reshape(2, 1)
+    loss = H.grpo_loss(logp, logp.detach(), a, torch.ones(2, 1, dtype=torch.bool))
+    same(loss, 0.0, "on-policy loss of rewards (1, 0)")
+    same(grad(loss, logits)[:, 0], tensor([[-0.25, 0.25]] * 2) * 0.9998, "its gradient, both rows towards token 0", tol=1e-4)
+
+
+@given(SEEDS, st.integers(1, 3), st.integers(2, 4), LENGTHS, st.floats(-3, 3))
+def test_a_group_of_equal_rewards_has_exactly_zero_gradient(seed, groups, size, length, reward):
+    logits, ids = leaf(randn(seed, groups * size, length + 1, 4)), randint(seed, 4, groups * size, length + 1)
+    rewards = randn(seed, groups, size)
+    rewards[0] = reward
+    logp = H.token_logps(logits, ids)
+    a, mask = H.group_advantages(rewards).reshape(-1, 1), ragged(seed, groups * size, length, 1)
+    loss = H.grpo_loss(logp, logp.detach() - 0.1, a, mask)
+    g = grad(loss, logits)
+    assert (g[:size] == 0).all(), f"expected exactly 0 in the group of equal rewards, got {g[:size]}"
+    assert groups == 1 or (g[size:] != 0).any(), "expected a gradient in the other groups"
+
+
+@given(SEEDS, ROWS, LENGTHS)
+def test_on_policy_the_value_is_minus_a_and_the_gradient_that_of_minus_a_log_p(seed, rows, length):
+    logp, a = leaf(logp_like(seed, rows, length)), randn(seed + 1, rows, length)
+    for level in ("token", "sequence"):
+        terms = H.policy_terms(logp, logp.detach(), a, ratio_level=level, mask=torch.ones(rows, length, dtype=torch.bool))
+        same(terms, -a, f"value at ratio 1, {level}")
+    same(grad(H.policy_terms(logp, logp.detach(), a).sum(), logp), -a, "gradient at ratio 1")
+
+
+def test_only_logp_carries_a_gradient():
+    logp, old, a, ref = (leaf(logp_like(seed, 2, 3)) for seed in range(4))
+    loss = H.grpo_loss(logp, old, a, torch.ones(2, 3, dtype=torch.bool), logp_ref=ref, kl_coef=0.5)
+    for name, x in (("logp_old", old), ("advantages", a), ("logp_ref", ref)):
+        assert (grad(loss, x) == 0).all(), f"expected no gradient into {name}"
+    assert (grad(loss, logp) != 0).any(), "expected a gradient into logp"
+
+
+def on_every_token(logits: torch.Tensor) -> tuple:
+    """Log-probs (V, 1) of all tokens, and their probabilities as constants: sum p f(logp) is an exact expectation of f."""
+    logp = logits.log_softmax(-1)[:, None]
+    return logp, logp.exp().detach()
+
+
+def test_k1_as_a_loss_teaches_nothing_and_k3_follows_the_other_direction():
+    student, reference = leaf([0.3, -0.2]), tensor([-0.5, 0.9])
+    logp, p = on_every_token(student)
+    ref = on_every_token(reference)[0]
+    for kind, gradient, expected in [("k1", "estimator", 0.0), ("k2", "estimator", 0.4465), ("k3", "estimator", 0.4246),
+                                     ("k1", "ratio", 0.4465), ("k3", "ratio", 0.4465)]:
+        mean = (p * H.kl_terms(logp, ref, kind, gradient)).sum()
+        same(grad(mean, student), tensor([expected, -expected]), f"gradient of {kind}, {gradient}", tol=2e-4)
+    same((p * H.kl_terms(logp, ref, "k1")).sum(), 0.4290, "mean of k1 = KL", tol=2e-4)
+    same((p * H.kl_terms(logp, ref, "k3")).sum(), 0.4290, "mean of k3 = KL", tol=2e-4)
+
+
+@given(SEEDS, st.integers(2, 6))
+def test_the_expected_gradient_of_each_kl_estimator_is_known(seed, vocab):
+    student, reference = leaf(randn(seed, vocab)), randn(seed + 1, vocab)
+    logp, p = on_every_token(student)
+    ref = reference.log_softmax(-1)[:, None]
+    follow = lambda kind, gradient: grad((p * H.kl_terms(logp, ref, kind, gradient)).sum(), student)
+    q, s = reference.softmax(-1), student.softmax(-1).detach()
+    kl = (s * (s / q).log()).sum()
+    towards, other = s * ((s / q).log() - kl), s - q     # grad KL(p, ref), grad KL(ref, p)
+    same(follow("k1", "estimator"), torch.zeros(vocab), "k1: nothing")
+    same(follow("k2", "estimator"), towards, "k2: grad KL(p, ref)")
+    same(follow("k3", "estimator"), other, "k3: grad KL(ref, p)")
+    same(follow("k1", "ratio"), towards, "rho k1: grad KL(p, ref)")
+    same(follow("k3", "ratio"), towards, "rho k3: grad KL(p, ref)")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from(["k1", "k2", "k3"]), st.sampled_from(["estimator", "ratio"]))
+def test_kl_terms_equal_their_loop(seed, rows, length, kind, gradient):
+    logp, ref = leaf(logp_like(seed, rows, length)), logp_like(seed + 1, rows, length)
+    terms = H.kl_terms(logp, ref, kind, gradient)
+    twin = [[twin_kl_term(r - x, kind, gradient) for x, r in zip(xs, rs)] for xs, rs in zip(logp.tolist(), ref.tolist())]
+    same(terms, tensor([[v for v, _ in row] for row in twin]), f"{kind} {gradient}")
+    same(grad(terms.sum(), logp), tensor([[g for _, g in row] for row in twin]), f"gradient of {kind} {gradient}")
+
+
+GRPO_KEYWORDS = [{"clip_low": 0.5}, {"clip_high": 3.0}, {"dual_clip": 1.2}, {"ratio_level": "sequence"}, {"how": HOWS[1]},
+                 {"how": HOWS[2], "length": 3}, {"empty_rows": "count"}, {"kl_coef": 0.5}]
+
+
+@pytest.mark.parametrize("keyword", GRPO_KEYWORDS, ids=str)
+def test_every_keyword_of_the_loss_changes_its_gradient(keyword):
+    old, ref, mask = logp_like(0, 4, 5), logp_like(1, 4, 5), torch.arange(5) < torch.tensor([[5], [3], [2], [0]])
+    logp, a = leaf(old + randn(2, 4, 5)), randn(5, 4, 5)
+    follow = lambda **k: grad(H.grpo_loss(logp, old, a, mask, logp_ref=ref, **k), logp)
+    differs(follow(**keyword), follow(), str(keyword))
+    if "kl_coef" in keyword:
+        differs(follow(kl_coef=0.5, kl_kind="k1"), follow(**keyword), "kl_kind k1")
+        differs(follow(kl_coef=0.5, kl_kind="k2"), follow(**keyword), "kl_kind k2")
+        differs(follow(kl_coef=0.5, kl_gradient="ratio"), follow(**keyword), "kl_gradient ratio")
+    if "length" in keyword:
+        same(follow(**keyword), 2 * follow(how=HOWS[2], length=6), "twice the length, half the gradient")
+
+
+@pytest.mark.parametrize("garbage", (NAN, INF, -INF))
+@pytest.mark.parametrize("level", ("token", "sequence"))
+def test_garbage_under_the_mask_reaches_neither_loss_nor_gradient(garbage, level):
+    mask = torch.arange(4) < torch.tensor([[4], [2], [0]])
+    clean = [logp_like(seed, 3, 4) for seed in range(4)]
+    dirty = [x.masked_fill(~mask, garbage) for x in clean]
+    def follow(logp, old, a, ref):
+        logp = leaf(logp)
+        loss = H.grpo_loss(logp, old, a, mask, logp_ref=ref, kl_coef=0.1, ratio_level=level, dual_clip=3.0)
+        return loss.detach(), grad(loss, logp)
+    for found, expected in zip(follow(*dirty), follow(*clean)):
+        bit_equal(found, expected, f"with {garbage} under the mask")
+
+
+def test_section_4_refuses_with_the_value_named():
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    refuses("(2, 4)", H.policy_terms, x, torch.zeros(2, 4), x)
+    refuses("(2,)", H.policy_terms, x, x, torch.zeros(2))
+    refuses("mask", H.policy_terms, x, x, x, ratio_level="sequence")
+    refuses("'word'", H.policy_terms, x, x, x, ratio_level="word")
+    refuses("'k4'", H.kl_terms, x, x, "k4")
+    refuses("'none'", H.kl_terms, x, x, "k3", "none")
+    refuses("(2, 4)", H.kl_terms, x, torch.zeros(2, 4))
+    refuses("0.25", H.grpo_loss, x, x, x, mask, kl_coef=0.25)
+    refuses("(3, 3)", H.grpo_loss, x, x, x, torch.ones(3, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("which", ("advantages of another batch", "advantages without a column", "logp_old of one row",
+                                   "logp_ref of one row"))
+def test_no_loss_broadcasts_by_accident(which):
+    x, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="shapes differ"):
+        if which == "advantages of another batch":
+            H.policy_terms(x, x, torch.zeros(2, 1))
+        elif which == "advantages without a column":     # would go to columns instead of rows where B = T
+            H.grpo_loss(x, x, torch.arange(3.0), mask)
+        elif which == "logp_old of one row":
+            H.grpo_loss(x, torch.zeros(1, 3), x, mask)
+        else:
+            H.grpo_loss(x, x, x, mask, logp_ref=torch.zeros(1, 3), kl_coef=0.1)
+
+
+@near_miss("policy_terms", "max instead of min: the clip holds back the steps that should go on: takuseno/ppo#3")
+def terms_with_max(logp, logp_old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None, mask=None, **_):
+    rho = (logp - logp_old).exp()
+    return -torch.maximum(rho * advantages, rho.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+@near_miss("policy_terms", "clips without the min: a wrong step outside the clip is never taken back")
+def terms_only_clipped(logp, logp_old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None, mask=None, **_):
+    return -(logp - logp_old).exp().clamp(1 - clip_low, 1 + clip_high) * advantages
+
+
+@near_miss("policy_terms", "the sign of the loss flipped")
+def terms_with_flipped_sign(logp, logp_old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None, mask=None, **_):
+    rho = (logp - logp_old).exp()
+    return torch.minimum(rho * advantages, rho.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+@near_miss("policy_terms", "logp_old is not detached: the ratio is 1 and its gradient 0")
+def terms_with_live_old(logp, logp_old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None, mask=None, **_):
+    rho = (logp - (logp_old + logp - logp.detach())).exp()
+    return -torch.minimum(rho * advantages, rho.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+@near_miss("policy_terms", "one epsilon for both sides: clip-higher without effect", "higher")
+def terms_without_clip_higher(logp, logp_old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None, mask=None, **_):
+    rho = (logp - logp_old).exp()
+    return -torch.minimum(rho * advantages, rho.clamp(1 - clip_low, 1 + clip_low) * advantages)
+
+
+@near_miss("policy_terms", "the sequence ratio is the exp of the sum, not of the mean, of log-ratios", "sequence")
+def terms_with_summed_ratio(logp, logp_old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None, mask=None, **_):
+    rho = (logp - logp_old).masked_fill(~mask, 0.0).sum(1, keepdim=True).exp().expand_as(logp)
+    return -torch.minimum(rho * advantages, rho.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+@near_miss("policy_terms", "the dual clip also bounds what a positive advantage earns", "dual")
+def terms_with_dual_clip_everywhere(logp, logp_old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None, mask=None, **_):
+    rho = (logp - logp_old).exp()
+    terms = -torch.minimum(rho * advantages, rho.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    return terms if dual_clip is None else torch.minimum(terms, -dual_clip * advantages)
+
+
+@near_miss("kl_terms", "the sign of d flipped inside k3: estimates nothing that was asked for")
+def k3_flipped(logp, logp_ref, kind="k3", gradient="estimator"):
+    d = logp - logp_ref
+    return d.exp() - d - 1
+
+
+@near_miss("kl_terms", "k1 whatever was asked: its expected gradient does not contain the reference: NeMo-RL#2506")
+def k1_always(logp, logp_ref, kind="k3", gradient="estimator"):
+    return logp - logp_ref
+
+
+@near_miss("kl_terms", "the ratio is forgotten: k3 then follows KL(ref, p)", "ratio")
+def k3_without_ratio(logp, logp_ref, kind="k3", gradient="estimator"):
+    d = logp_ref - logp
+    return -d if kind == "k1" else d.square() / 2 if kind == "k2" else d.exp() - d - 1
+
+
+@near_miss("grpo_loss", "the mean over all columns, padding included")
+def grpo_over_padding(logp, logp_old, advantages, mask, **options):
+    rho = (logp - logp_old).masked_fill(~mask, 0.0).exp()
+    terms = -torch.minimum(rho * advantages, rho.clamp(0.8, 1.2) * advantages)
+    return (terms * mask).mean()
+
+
+@near_miss("grpo_loss", "-A log p: on-policy the same gradient, off-policy without ratio and clip")
+def grpo_without_ratio(logp, logp_old, advantages, mask, **options):
+    terms = (-advantages * logp).masked_fill(~mask, 0.0)
+    return (terms.sum(1) / mask.sum(1).clamp(min=1)).sum() / mask.any(1).sum().clamp(min=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5  On-policy distillation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def twin_jsd(s: list, t: list, share: float) -> float:
+    m = [share * b + (1 - share) * a for a, b in zip(s, t)]
+    return share * twin_kl(t, m) + (1 - share) * twin_kl(s, m)
+
+
+def twin_opd(logp, teacher, old, mask, how, length=None) -> tuple:
+    zero = [[0.0] * len(row) for row in mask]
+    a = [[t - o for t, o in zip(ts, os)] for ts, os in zip(teacher, old)]
+    return twin_grpo(logp, old, a, mask, how, length, "skip", 0.2, 0.2, None, "token", zero, 0.0, "k1", "estimator")
+
+
+def test_directions_of_kl_and_jsd_have_their_own_numbers():
+    teacher, student = tensor([[[0.9, 0.1]]]).log(), leaf(tensor([[[0.5, 0.5]]]).log())
+    same(H.forward_kl(student, teacher), tensor([[0.36806]]), "KL(T, S)", tol=1e-4)
+    same(H.reverse_kl(student, teacher), tensor([[0.51083]]), "KL(S, T)", tol=1e-4)
+    for share, value in ((0.25, 0.07188), (0.5, 0.10175), (0.75, 0.08330)):
+        same(H.generalized_jsd(student, teacher, share), tensor([[value]]), f"JSD at {share}", tol=1e-4)
+    same(grad(H.forward_kl(student, teacher).sum(), student), tensor([[[-0.4, 0.4]]]), "p_S - p_T")
+    same(grad(H.reverse_kl(student, teacher).sum(), student), tensor([[[-0.25 * math.log(9), 0.25 * math.log(9)]]]),
+         "p_S (log(p_S / p_T) - KL)")
+
+
+def test_a_teachers_opinion_of_two_tokens_works_out_by_hand():
+    student, teacher = leaf(tensor([0.8, 0.2]).log()), tensor([0.6, 0.4]).log()[:, None]
+    logp, p = on_every_token(student)
+    a = H.opd_advantages(logp, teacher)
+    same(a, tensor([[-0.2877], [0.6931]]), "A", tol=1e-4)
+    one = torch.ones(1, 1, dtype=torch.bool)
+    loss = sum(p[y, 0] * H.opd_loss(logp[y:y + 1], teacher[y:y + 1], one) for y in (0, 1))
+    same(loss, 0.09152, "expected loss = KL(S, T); 0.1718 = the -A log p form", tol=1e-4)
+    same(grad(loss, student), tensor([0.1569, -0.1569]), "gradient", tol=5e-4)
+    kl = H.reverse_kl(student[None, None], teacher.reshape(1, 1, 2))
+    same(kl, tensor([[0.09152]]), "KL(S, T)", tol=1e-4)
+    same(grad(kl.sum(), student), grad(loss, student), "gradient of the KL")
+    form = lambda a: grad((p * -a * logp).sum(), student)[0]
+    same(form(a), 0.1569, "the -A log p form, same gradient", tol=5e-4)
+    same(form(teacher - logp), 0.3787, "wrong: not detached", tol=5e-4)
+    same(form(-a), -0.1569, "wrong: sign flipped", tol=5e-4)
+    same(form((p * a).sum().expand(2, 1)), 0.0, "wrong: a per-position KL as the advantage teaches nothing")
+    same(grad((p * (logp - teacher)).sum(), student)[0], 0.0, "wrong: mean log-ratio teaches nothing")
+
+
+def test_a_teacher_logp_of_exactly_zero_is_a_value():
+    logp = leaf([[-0.7, -0.7]])
+    same(H.opd_advantages(logp, tensor([[0.0, -0.7]])), tensor([[0.7, 0.0]]), "A where the teacher is certain")
+    g = grad(H.opd_loss(logp, tensor([[0.0, -0.7]]), torch.ones(1, 2, dtype=torch.bool)), logp)
+    same(g, tensor([[-0.35, 0.0]]), "gradient where the teacher is certain")
+
+
+def test_a_teacher_that_is_a_copy_has_exactly_zero_loss_and_gradient():
+    logp = leaf(logp_like(0, 3, 4))
+    loss = H.opd_loss(logp, logp.detach().clone(), torch.ones(3, 4, dtype=torch.bool))
+    assert loss.item() == 0 and (grad(loss, logp) == 0).all(), f"expected exactly 0, got {loss}, {grad(loss, logp)}"
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS), st.booleans())
+def test_opd_is_grpo_with_the_teachers_log_ratio_as_advantage(seed, rows, length, how, on_policy):
+    old, teacher, mask = logp_like(seed, rows, length), logp_like(seed + 1, rows, length), ragged(seed + 2, rows, length)
+    logp = leaf(old if on_policy else old + 0.4 * randn(seed + 3, rows, length))
+    loss = H.opd_loss(logp, teacher, mask, how=how, length=4, logp_old=None if on_policy else old)
+    value, slopes = twin_opd(logp.tolist(), teacher.tolist(), old.tolist(), mask.tolist(), how, 4)
+    same(loss, value, "opd_loss against its loop")
+    same(grad(loss, logp), tensor(slopes), "gradient against its loop")
+    form = H.grpo_loss(logp, old, teacher - old, mask, how=how, length=4)
+    bit_equal(grad(loss, logp), grad(form, logp), "gradient against the GRPO form")
+    assert not H.opd_advantages(logp, leaf(teacher)).requires_grad, "expected the advantage detached"
+
+
+@given(SEEDS, st.integers(2, 6))
+def test_opd_follows_the_gradient_of_reverse_kl(seed, vocab):
+    student, teacher = leaf(randn(seed, vocab)), randn(seed + 1, vocab)
+    logp, p = on_every_token(student)
+    t, one = teacher.log_softmax(-1)[:, None], torch.ones(1, 1, dtype=torch.bool)
+    expected = sum(p[y, 0] * H.opd_loss(logp[y:y + 1], t[y:y + 1], one) for y in range(vocab))
+    kl = H.reverse_kl(student[None, None], teacher[None, None]).sum()
+    same(expected, kl, "mean of -A is KL(p_S, p_T)")
+    same(grad(expected, student), grad(kl, student), "mean gradient of OPD is the gradient of reverse KL")
+
+
+class Tabular:
+    """A policy over sequences of 3 tokens, one row of logits a prefix; token 0 ends a sequence if `ends`."""
+
+    def __init__(self, seed: int, longest: int, ends: bool):
+        self.sequences = [y for n in range(1, longest + 1) for y in itertools.product(range(3), repeat=n)
+                          if (n == longest or (ends and y[-1] == 0)) and not (ends and 0 in y[:-1])]
+        prefixes = sorted({y[:t] for y in self.sequences for t in range(len(y))})
+        self.row = {prefix: i for i, prefix in enumerate(prefixes)}
+        self.logits, self.teacher = leaf(randn(seed, len(prefixes), 3)), randn(seed + 1, len(prefixes), 3)
+
+    def along(self, table, y):
+        """The logits (1, N, 3) at every position of y, and the log-probs (1, N) of its tokens."""
+        z = table[[self.row[y[:t]] for t in range(len(y))]]
+        return z[None], z.log_softmax(-1)[range(len(y)), list(y)][None]
+
+    def expected(self, loss):
+        """The gradient of the mean of loss(logits, logp, teacher logits, teacher logp), probabilities held constant."""
+        total = 0.0
+        for y in self.sequences:
+            z, logp = self.along(self.logits, y)
+            total = total + logp.sum().exp().detach() * loss(z, logp, *self.along(self.teacher, y))
+        return grad(total, self.logits)
+
+    def opd(self, how, length=None):
+        return self.expected(lambda z, lp, zt, lt: H.opd_loss(lp, lt, lp < 1, how=how, length=length))      # lp < 1: all
+
+    def kl_at_positions(self, how, length=None):
+        return self.expected(lambda z, lp, zt, lt: H.aggregate(H.reverse_kl(z, zt), lp < 1, how, length))
+
+    def kl_of_sequences(self):
+        pairs = [(self.along(self.logits, y)[1].sum(), self.along(self.teacher, y)[1].sum()) for y in self.sequences]
+        return grad(sum(p.exp() * (p - q) for p, q in pairs), self.logits)
+
+
+@pytest.mark.parametrize("seed", (0, 10, 20))
+def test_opd_follows_reverse_kl_until_the_divisor_depends_on_the_sampled_length(seed):
+    free = Tabular(seed, 3, ends=True)                   # 15 sequences of length 1 to 3
+    same(free.opd(HOWS[2], 3), free.kl_at_positions(HOWS[2], 3), "constant divisor: the identity holds over sampled lengths")
+    differs(free.opd(HOWS[0]), free.kl_at_positions(HOWS[0]), "divisor = sampled length: it does not", by=5e-3)
+    fixed = Tabular(seed, 2, ends=False)                 # 9 sequences of length 2
+    same(fixed.opd(HOWS[0]), fixed.kl_at_positions(HOWS[0]), "equal lengths: every divisor is constant")
+
+
+@pytest.mark.parametrize("seed", (0, 10, 20))
+def test_opd_does_not_follow_the_kl_between_whole_sequences(seed):
+    two, one = Tabular(seed, 2, ends=False), Tabular(seed, 1, ends=False)
+    differs(two.opd(HOWS[2], 1), two.kl_of_sequences(), "2-token sequences have future terms that OPD drops", by=1e-2)
+    last = [i for prefix, i in two.row.items() if len(prefix) == 1]
+    same(two.opd(HOWS[2], 1)[last], two.kl_of_sequences()[last], "the last position has no future")
+    same(one.opd(HOWS[2], 1), one.kl_of_sequences(), "1-token sequences have none")
+
+
+@given(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(2, 5), st.sampled_from([0.5, 1.0, 2.0]),
+       st.sampled_from([0.1, 0.5, 0.8]))
+def test_divergences_equal_their_loops_and_closed_form_residuals(seed, rows, length, vocab, temperature, share):
+    student, teacher = leaf(2 * randn(seed, rows, length, vocab)), 2 * randn(seed + 1, rows, length, vocab)
+    rkl, fkl = H.reverse_kl(student, teacher, temperature), H.forward_kl(student, teacher, temperature)
+    jsd = H.generalized_jsd(student, teacher, share, temperature)
+    g_rkl, g_fkl, g_jsd = (temperature * grad(x.sum(), student) for x in (rkl, fkl, jsd))
+    for b, t in itertools.product(range(rows), range(length)):
+        s, q = twin_softmax(student[b, t].tolist(), temperature), twin_softmax(teacher[b, t].tolist(), temperature)
+        m = [share * y + (1 - share) * x for x, y in zip(s, q)]
+        same(rkl[b, t], twin_kl(s, q), "reverse KL")
+        same(fkl[b, t], twin_kl(q, s), "forward KL")
+        same(jsd[b, t], twin_jsd(s, q, share), "JSD")
+        same(g_rkl[b, t], tensor([x * (math.log(x / y) - twin_kl(s, q)) for x, y in zip(s, q)]), "residual of reverse KL")
+        same(g_fkl[b, t], tensor([x - y for x, y in zip(s, q)]), "residual of forward KL")
+        same(g_jsd[b, t], tensor([(1 - share) * x * (math.log(x / y) - twin_kl(s, m)) for x, y in zip(s, m)]), "residual of JSD")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.integers(2, 5))
+def test_residuals_of_sampled_signals_are_minus_a_times_one_hot_minus_p(seed, rows, length, vocab):
+    logits, ids = leaf(randn(seed, rows, length + 1, vocab)), randint(seed, vocab, rows, length + 1)
+    logp, teacher = H.token_logps(logits, ids), logp_like(seed + 1, rows, length)
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    reward = randn(seed + 2, rows, 1)
+    signals = {"GRPO": (H.grpo_loss(logp, logp.detach(), reward, mask, how=HOWS[2], length=1), reward.expand(rows, length)),
+               "OPD": (H.opd_loss(logp, teacher, mask, how=HOWS[2], length=1), teacher - logp.detach()),
+               "SFT": (H.sft_loss(logp, mask, how=HOWS[2], length=1), torch.ones(rows, length, dtype=F64))}
+    pull = F.one_hot(ids[:, 1:], vocab).double() - logits[:, :-1].softmax(-1).detach()
+    for name, (loss, a) in signals.items():
+        same(rows * grad(loss, logits)[:, :-1], -a[..., None] * pull, f"residual of {name}")
+
+
+@given(SEEDS, st.integers(2, 5), st.floats(0.01, 0.99))
+def test_divergences_are_never_negative_and_jsd_is_bounded(seed, vocab, share):
+    student, teacher = leaf(4 * randn(seed, 1, 1, vocab)), 4 * randn(seed + 1, 1, 1, vocab)
+    for f in (H.reverse_kl, H.forward_kl, H.generalized_jsd):
+        assert f(student, teacher).item() > 0, f"expected {f.__name__} above 0 between different distributions"
+        same(f(student, student), tensor([[0.0]]), f"{f.__name__} of equals")
+        same(grad(f(student, student.detach()).sum(), student), torch.zeros(1, 1, vocab), f"gradient of {f.__name__} at equals")
+    same(H.generalized_jsd(student, teacher, share), H.generalized_jsd(teacher, student, 1 - share), "roles and shares exchanged")
+    assert H.generalized_jsd(student, teacher).item() <= math.log(2), "expected at most log 2"
+
+
+@given(SEEDS, st.floats(0.1, 0.9))
+def test_the_mixture_of_a_jsd_may_be_detached(seed, share):
+    student, teacher = leaf(randn(seed, 4)), randn(seed + 1, 4)
+    s, t = student.softmax(-1), teacher.softmax(-1)
+    m = (share * t + (1 - share) * s).detach()           # its own gradient is -sum dm = 0
+    still = share * (t * (t / m).log()).sum() + (1 - share) * (s * (s / m).log()).sum()
+    same(grad(still, student), grad(H.generalized_jsd(student, teacher, share), student), "gradient with the mixture held still")
+
+
+def test_jsd_tends_to_zero_at_the_ends_and_the_ends_are_refused():
+    student, teacher = leaf(randn(0, 1, 1, 4)), randn(1, 1, 1, 4)
+    for share in (1e-7, 1 - 1e-7):
+        same(H.generalized_jsd(student, teacher, share), tensor([[0.0]]), f"JSD at {share}", tol=1e-6)
+    for share in (0, 1, 1.5, -0.2):
+        refuses(str(share), H.generalized_jsd, student, teacher, share)
+    refuses("(1, 1, 5)", H.reverse_kl, student, torch.zeros(1, 1, 5))
+    refuses("(2, 1, 4)", H.forward_kl, student, torch.zeros(2, 1, 4))
+    refuses("(1, 3)", H.opd_advantages, torch.zeros(2, 3), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("divergence", (H.reverse_kl, H.forward_kl, H.generalized_jsd))
+def test_tokens_that_neither_can_say_change_no_divergence(divergence):
+    student, teacher = leaf([[[1.0, -INF, 0.3]]]), tensor([[[0.2, -INF, 0.9]]])
+    short = leaf(student.detach()[..., [0, 2]])
+    value, expected = divergence(student, teacher), divergence(short, teacher[..., [0, 2]])
+    same(value, expected, "value")
+    g = grad(value.sum(), student)
+    assert g[0, 0, 1] == 0, f"expected gradient 0 at the impossible token, got {g}"
+    same(g[..., [0, 2]], grad(expected.sum(), short), "gradient")
+
+
+def test_a_token_that_one_side_cannot_say_is_infinite_in_one_direction_only():
+    narrow, wide = leaf([[[1.0, -INF, 0.3]]]), leaf([[[0.2, 0.4, 0.9]]])
+    for student, teacher, fine, infinite in ((narrow, wide, H.reverse_kl, H.forward_kl),
+                                             (wide, narrow, H.forward_kl, H.reverse_kl)):
+        assert infinite(student, teacher).item() == INF, f"expected inf from {infinite.__name__}"
+        for f in (fine, H.generalized_jsd):
+            assert f(student, teacher).isfinite().all(), f"expected a finite {f.__name__}"
+            assert grad(f(student, teacher).sum(), student).isfinite().all(), f"expected a finite gradient of {f.__name__}"
+
+
+@pytest.mark.parametrize("divergence", (H.reverse_kl, H.forward_kl, H.generalized_jsd))
+def test_a_divergence_has_no_gradient_into_the_teacher_and_keywords_matter(divergence):
+    student, teacher = leaf(randn(0, 1, 2, 5)), leaf(randn(1, 1, 2, 5))
+    assert (grad(divergence(student, teacher).sum(), teacher) == 0).all(), "expected the teacher frozen"
+    differs(divergence(student, teacher, temperature=2.0), divergence(student, teacher), "temperature")
+    low = divergence(student.detach().bfloat16(), teacher.detach().bfloat16())
+    assert low.dtype == torch.float32, f"expected float32, got {low.dtype}"
+    exact = divergence(student.detach().bfloat16().double(), teacher.detach().bfloat16().double())
+    same(low, exact, "float64 of the same bfloat16 numbers", tol=2e-6)
+    if divergence is H.generalized_jsd:
+        differs(divergence(student, teacher, 0.2), divergence(student, teacher), "teacher_share")
+
+
+@near_miss("opd_advantages", "the sign flipped: pushes away from the teacher: torchforge#527")
+def opd_advantages_flipped(logp, logp_teacher):
+    return (logp - logp_teacher).detach()
+
+
+@near_miss("opd_advantages", "a teacher logp of exactly 0.0 is taken for `no teacher`: miles#2362")
+def opd_advantages_zero_is_missing(logp, logp_teacher):
+    return torch.where(logp_teacher == 0, torch.zeros_like(logp), logp_teacher - logp).detach()
+
+
+@near_miss("opd_advantages", "centred over the row, so that a teacher who likes nothing says nothing")
+def opd_advantages_centred(logp, logp_teacher):
+    a = (logp_teacher - logp).detach()
+    return a - a.mean(1, keepdim=True)
+
+
+@near_miss("opd_loss", "A is not detached: its own gradient adds to that of the ratio: miles#2362")
+def opd_not_detached(logp, logp_teacher, mask, how="seq_mean_token_mean", logp_old=None, **options):
+    rho = (logp - (logp.detach() if logp_old is None else logp_old)).exp()
+    terms = (-rho * (logp_teacher - logp)).masked_fill(~mask, 0.0)
+    return (terms.sum(1) / mask.sum(1).clamp(min=1)).sum() / mask.any(1).sum().clamp(min=1)
+
+
+@near_miss("opd_loss", "the mean log-ratio as a loss: its expected gradient is 0 and does not hold the teacher: torchforge#527")
+def opd_mean_log_ratio(logp, logp_teacher, mask, how="seq_mean_token_mean", logp_old=None, **options):
+    terms = (logp - logp_teacher).masked_fill(~mask, 0.0)
+    return (terms.sum(1) / mask.sum(1).clamp(min=1)).sum() / mask.any(1).sum().clamp(min=1)
+
+
+@near_miss("reverse_kl", "the directions exchanged: trl#3043")
+def reverse_kl_exchanged(student_logits, teacher_logits, temperature=1.0):
+    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    return (t.exp() * (t - s)).sum(-1)
+
+
+@near_miss("reverse_kl", "the weights p_S are detached: in expectation k1, whose gradient teaches nothing")
+def reverse_kl_detached_weights(student_logits, teacher_logits, temperature=1.0):
+    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    return (s.exp().detach() * (s - t)).sum(-1)
+
+
+@near_miss("forward_kl", "the cross-entropy: the same gradient, but the teacher's entropy is left in the value")
+def forward_kl_as_cross_entropy(student_logits, teacher_logits, temperature=1.0):
+    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    return -(t.exp() * s).sum(-1)
+
+
+@near_miss("forward_kl", "multiplied by the temperature squared, as Hinton's soft targets, although nothing says so here", "warm")
+def forward_kl_times_t_squared(student_logits, teacher_logits, temperature=1.0):
+    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    return temperature ** 2 * (t.exp() * (t - s)).sum(-1)
+
+
+@near_miss("generalized_jsd", "the weights of the mixture and of the sum are crossed: ms-swift#10078")
+def jsd_crossed(student_logits, teacher_logits, teacher_share=0.5, temperature=1.0):
+    s, t = (student_logits / temperature).softmax(-1), (teacher_logits.detach() / temperature).softmax(-1)
+    m = (1 - teacher_share) * t + teacher_share * s
+    return teacher_share * (t * (t / m).log()).sum(-1) + (1 - teacher_share) * (s * (s / m).log()).sum(-1)
+
+
+@near_miss("generalized_jsd", "the halves weigh 1/2 each whatever the mixture's share is")
+def jsd_with_equal_halves(student_logits, teacher_logits, teacher_share=0.5, temperature=1.0):
+    s, t = (student_logits / temperature).softmax(-1), (teacher_logits.detach() / temperature).softmax(-1)
+    m = teacher_share * t + (1 - teacher_share) * s
+    return ((t * (t / m).log()).sum(-1) + (s * (s / m).log()).sum(-1)) / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6  Auxiliary SFT
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_token_is_imitated_and_the_prompt_is_not():
+    logp, mask = leaf([[-0.9, -0.1, -0.2]]), torch.ones(1, 3, dtype=torch.bool)
+    loss = H.sft_loss(logp, mask, "token_mean")
+    same(loss, 0.4, "mean of 0.9, 0.1, 0.2 (0.15 = the first is lost, 0.5 = the last is)")
+    same(grad(loss, logp), torch.full((1, 3), -1 / 3, dtype=F64), "gradient")
+    for lost, wrong in ((0, 0.15), (2, 0.5)):
+        without = mask.clone()
+        without[0, lost] = False
+        same(H.sft_loss(logp, without, "token_mean"), wrong, f"the wrong number where token {lost} is lost")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.integers(2, 5))
+def test_sft_is_cross_entropy(seed, rows, length, vocab):
+    logits, ids = leaf(randn(seed, rows, length + 1, vocab)), randint(seed, vocab, rows, length + 1)
+    mask = ragged(seed, rows, length)
+    mask[0, 0] = True
+    loss = H.sft_loss(H.token_logps(logits, ids), mask, "token_mean")
+    other = F.cross_entropy(logits[:, :-1][mask], ids[:, 1:][mask])
+    same(loss, other, "torch's cross_entropy")
+    same(grad(loss, logits), grad(other, logits), "its gradient")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS), st.sampled_from(["skip", "count"]), st.sampled_from([NAN, -INF]))
+def test_sft_equals_its_loop_beside_garbage(seed, rows, length, how, empty_rows, garbage):
+    mask, clean = ragged(seed, rows, length), logp_like(seed, rows, length)
+    logp = leaf(clean.masked_fill(~mask, garbage))
+    loss = H.sft_loss(logp, mask, how, length=6, empty_rows=empty_rows)
+    same(loss, -twin_mean(clean.tolist(), mask.tolist(), how, 6, empty_rows), "value")
+    same(grad(loss, logp), -tensor(twin_weights(mask.tolist(), how, 6, empty_rows)), "gradient")
+
+
+def test_sft_refuses_with_the_value_named():
+    refuses("'sum'", H.sft_loss, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), "sum")
+    refuses("(1, 3)", H.sft_loss, torch.zeros(1, 2), torch.ones(1, 3, dtype=torch.bool))
+
+
+@near_miss("sft_loss", "loses the first token of each answer: OpenRLHF#973")
+def sft_without_first(logp, mask, how="seq_mean_token_mean", **options):
+    live = mask & (mask.cumsum(1) > 1)
+    return -tensor(twin_weights(live.tolist(), how, **options)).mul(logp.masked_fill(~live, 0.0)).sum()
+
+
+@near_miss("sft_loss", "loses the last token, the eos: the student never learns to stop: transformers#47394, trl#4970")
+def sft_without_last(logp, mask, how="seq_mean_token_mean", **options):
+    live = mask & (mask.cumsum(1) < mask.sum(1, keepdim=True))
+    return -tensor(twin_weights(live.tolist(), how, **options)).mul(logp.masked_fill(~live, 0.0)).sum()
+
+
+@near_miss("sft_loss", "the likelihood instead of its negative")
+def sft_with_flipped_sign(logp, mask, how="seq_mean_token_mean", **options):
+    return tensor(twin_weights(mask.tolist(), how, **options)).mul(logp.masked_fill(~mask, 0.0)).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7  RSTG
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def twin_scores(h: list, d: list, mask: list) -> list:
+    def scaled(x):
+        live = [v for row, on in zip(x, mask) for v, ok in zip(row, on) if ok]
+        low, high = (min(live), max(live)) if live else (0.0, 0.0)
+        return [[(v - low) / (high - low) if ok and high > low else 0.0 for v, ok in zip(row, on)] for row, on in zip(x, mask)]
+    return [[a + b - a * b for a, b in zip(p, q)] for p, q in zip(scaled(h), scaled(d))]
+
+
+def twin_count(share: str, n: int) -> int:
+    """ceil(share n / 100) with whole numbers only; share as its decimal digits, like "12.5"."""
+    whole, _, part = share.partition(".")
+    return -(-int(whole + part) * n // (100 * 10 ** len(part)))
+
+
+def twin_select(scores: list, mask: list, share: str) -> list:
+    out = []
+    for row, on in zip(scores, mask):
+        live = sorted((t for t, ok in enumerate(on) if ok), key=lambda t: (-row[t], t))
+        kept = set(live[:twin_count(share, len(live))])
+        out.append([t in kept for t in range(len(row))])
+    return out
+
+
+def twin_rstg(outcomes, advantages, opd, entropy, mask, confidence, coef, share) -> list:
+    size = len(outcomes[0])
+    routed = [[ok and not any(outcomes[b // size]) and confidence[b // size] > 0 for ok in row] for b, row in enumerate(mask)]
+    selected = twin_select(twin_scores(entropy, [[abs(x) for x in row] for row in opd], routed), routed, share)
+    out = []
+    for b, row in enumerate(mask):
+        n, g = b // size, b % size
+        guided = [coef * confidence[n] * x * kept for x, kept in zip(opd[b], selected[b])]
+        out.append([0.0 if not ok else advantages[n][g] if any(outcomes[n]) else x for ok, x in zip(row, guided)])
+    return out
+
+
+def rstg_case(seed: int, groups: int = 3, size: int = 2, length: int = 4) -> dict:
+    """Group 0 is all wrong, 1 all right, 2 mixed, later ones random."""
+    outcomes = randint(seed, 2, groups, size).double()
+    outcomes[0], outcomes[1], outcomes[2] = 0, 1, tensor([1] + [0] * (size - 1))
+    b = groups * size
+    return {"outcomes": outcomes, "advantages": H.group_advantages(outcomes), "advantages_opd": randn(seed + 1, b, length),
+            "entropy": randn(seed + 2, b, length).abs(), "mask": ragged(seed + 3, b, length, 2),
+            "confidence": (1 + randint(seed + 4, 8, groups)).double() / 8}
+
+
+def test_only_groups_without_variance_leave_the_middle_route():
+    routes = H.route_groups(tensor([[0, 0, 0], [0, 1, 0], [1, 1, 1]]))
+    assert routes.tolist() == [H.NEGATIVE, H.MIXED, H.POSITIVE] == [-1, 0, 1], f"expected negative, mixed, positive, got {routes}"
+    assert H.route_groups(torch.tensor([[False, False]])).tolist() == [-1], "expected booleans to count as outcomes"
+
+
+@given(SEEDS, ROWS, LENGTHS)
+def test_routes_and_confidence_equal_their_loops(seed, groups, size):
+    outcomes = randint(seed, 2, groups, size)
+    rows = outcomes.tolist()
+    assert H.route_groups(outcomes).tolist() == [1 if all(r) else 0 if any(r) else -1 for r in rows], f"expected routes of {rows}"
+    same(H.teacher_confidence(outcomes), tensor([sum(r) / len(r) for r in rows]), "mean@K", tol=1e-6)
+
+
+def test_confidence_is_the_mean_and_not_whether_any_was_right():
+    same(H.teacher_confidence(tensor([[1, 0, 0, 0], [0, 0, 0, 0]])), tensor([0.25, 0.0]), "mean@4 (1.0 = pass@4)")
+
+
+def test_a_shaped_reward_is_no_outcome():
+    shaped = tensor([[0.1, 0.0], [0.0, 0.1]])            # all wrong, with a bonus for the format
+    for f in (H.route_groups, H.teacher_confidence):
+        refuses("(2, 2)", f, shaped)
+        refuses("(2,)", f, tensor([0, 1]))
+        refuses("(2, 2)", f, tensor([[NAN, 1], [0, 1]]))
+    refuses("(2, 2)", H.listening, shaped, "all")
+
+
+def test_unsure_or_disagreeing_tokens_score_high():
+    h, d, mask = tensor([[2, 0, 1, 0.2, 3]]), tensor([[0, 1, 0.5, 0.1, 5]]), torch.tensor([[True] * 4 + [False]])
+    scores = H.token_scores(h, d, mask)
+    same(scores, tensor([[1, 1, 0.75, 0.19, 0]]), "Soft-OR")
+    chosen = H.select_tokens(scores, mask, 50)
+    assert chosen.tolist() == [[True, True, False, False, False]], f"expected tokens 0 and 1, got {chosen}"
+    leaked = H.select_tokens(scores_with_padding(h, d, mask), mask, 50)
+    assert leaked.tolist() == [[True, False, True, False, False]], f"expected the leaking pad to pick 0 and 2, got {leaked}"
+
+
+@given(SEEDS, ROWS, LENGTHS, st.booleans())
+def test_token_scores_equal_their_loop_and_are_a_symmetric_or(seed, rows, length, constant):
+    h, d, mask = randn(seed, rows, length), randn(seed + 1, rows, length), ragged(seed + 2, rows, length)
+    h = torch.full_like(h, 0.7) if constant else h
+    s = H.token_scores(h, d, mask)
+    same(s, tensor(twin_scores(h.tolist(), d.tolist(), mask.tolist())), "scores")
+    same(s, H.token_scores(d, h, mask), "arguments exchanged")
+    only = lambda x: H.token_scores(x, torch.zeros_like(x), mask)      # a constant scales to 0, which leaves the other alone
+    low = torch.maximum(only(h), only(d))
+    assert (s >= low - 1e-12).all() and (s <= 1 + 1e-12).all(), f"expected max(h, d) <= s <= 1, got {s}"
+    same(H.token_scores(3 * h + 1, d / 7, mask), s, "units and zero points of h and d")
+
+
+def test_scores_are_scaled_over_all_routed_tokens():
+    h = tensor([[0.0, 1.0], [0.0, 10.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    same(H.token_scores(h, torch.zeros(2, 2, dtype=F64), mask), h / 10, "one scale for the batch (1.0 = one a row)")
+    same(H.token_scores(h, torch.zeros(2, 2, dtype=F64), mask & tensor([[1], [0]]).bool()), tensor([[0, 1], [0, 0]]),
+         "a row that is not routed does not enter the scale")
+
+
+def test_scores_are_detached_and_refuse_infinity_only_at_action_tokens():
+    h, d, mask = leaf([[1.0, 2.0, 0.0]]), leaf([[0.0, 3.0, 1.0]]), torch.tensor([[True, True, False]])
+    assert not H.token_scores(h, d, mask).requires_grad, "expected no graph"
+    for garbage in (NAN, INF, -INF):
+        dirty = tensor([[0.0, 3.0, garbage]])
+        bit_equal(H.token_scores(h, dirty, mask), H.token_scores(h, d, mask), f"{garbage} under the mask")
+        refuses("not finite", H.token_scores, h, dirty, torch.ones(1, 3, dtype=torch.bool))
+    refuses("(1, 2)", H.token_scores, h, torch.zeros(1, 2), mask)
+    bit_equal(H.token_scores(h, d, mask & False), torch.zeros(1, 3, dtype=F64), "nothing routed")
+
+
+@pytest.mark.parametrize("share, tokens, count", [
+    (7, 100, 7), (55, 100, 55), (29, 100, 29), (57, 100, 57), (58, 100, 58), (12.5, 8, 1), (12.5, 9, 2), (12.5, 16, 2),
+    (20, 1, 1), (20, 2, 1), (20, 3, 1), (50, 5, 3), (0.1, 1000, 1), (100.0, 7, 7), (50, 0, 0)])
+def test_the_selected_count_is_exact(share, tokens, count):
+    mask = torch.arange(max(tokens, 1))[None] < tokens
+    selected = H.select_tokens(randn(0, 1, max(tokens, 1)), mask, share)
+    found = selected.sum().item()
+    assert found == count == twin_count(str(share), tokens), f"expected {count} of {tokens} at {share} %, got {found}"
+
+
+def test_a_share_with_many_digits_counts_a_long_completion_exactly():
+    for tokens in (3, 2000, 3000, 8192):
+        count = H.select_tokens(randn(0, 1, tokens), torch.ones(1, tokens, dtype=torch.bool), 100 / 3).sum().item()
+        expected = twin_count(str(100 / 3), tokens)
+        assert count == expected, f"expected {expected} of {tokens} tokens at 33.3 %, got {count} (overflow of whole numbers?)"
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from([1, 7, 12.5, 33, 50, 99.9, 100]), st.booleans())
+def test_select_tokens_equals_its_loop_and_ties_go_to_the_earlier_token(seed, rows, length, share, ties):
+    scores, mask = randn(seed, rows, length), randint(seed + 1, 2, rows, length).bool()
+    scores = scores.round() if ties else scores
+    selected = H.select_tokens(scores, mask, share)
+    expected = twin_select(scores.tolist(), mask.tolist(), str(share))
+    assert selected.tolist() == expected, f"expected {expected} at {share} %, got {selected}"
+    bit_equal(H.select_tokens(scores, mask, 100), mask, "100 percent")
+
+
+@given(SEEDS, st.integers(3, 5), st.integers(2, 3), LENGTHS, st.sampled_from([0.1, 1.0]), st.sampled_from([20, 50, 100]))
+def test_rstg_advantages_equal_their_loop(seed, groups, size, length, coef, share):
+    case = rstg_case(seed, groups, size, length + 1)
+    case["confidence"][-1] = 0
+    a = H.rstg_advantages(**case, opd_coef=coef, select_share=share)
+    same(a, tensor(twin_rstg(*(x.tolist() for x in case.values()), coef, str(share))), "rstg_advantages")
+
+
+@given(SEEDS, st.sampled_from([50, 100]))
+def test_each_route_hears_exactly_one_voice(seed, share):
+    case = rstg_case(seed)
+    a = H.rstg_advantages(**case, opd_coef=0.3, select_share=share)
+    plain = case["advantages"].reshape(-1, 1) * case["mask"]
+    bit_equal(a[4:6], plain[4:6], "a mixed group: plain GRPO")
+    bit_equal(a[2:4], torch.zeros_like(a[2:4]), "an all-right group: nothing")
+    noise = H.rstg_advantages(**case | {"advantages": randn(seed + 9, 3, 2)}, opd_coef=0.3, select_share=share)
+    bit_equal(a[:2], noise[:2], "an all-wrong group does not hear the reward")
+    deaf = H.rstg_advantages(**case | {"advantages_opd": randn(seed + 8, 6, 4)}, opd_coef=0.3, select_share=share)
+    bit_equal(a[2:], deaf[2:], "the others do not hear the teacher")
+    if share == 100:
+        same(a[:2], 0.3 * case["confidence"][0] * case["advantages_opd"][:2] * case["mask"][:2], "beta omega A_opd")
+
+
+@given(SEEDS)
+def test_a_teacher_that_never_solves_the_prompt_is_not_heard(seed):
+    case = rstg_case(seed)
+    case["confidence"][0] = 0
+    a = H.rstg_advantages(**case, opd_coef=0.3)
+    bit_equal(a[:2], torch.zeros_like(a[:2]), "omega 0")
+    logp = leaf(logp_like(seed, 6, 4))
+    g = grad(H.grpo_loss(logp, logp.detach(), a, case["mask"]), logp)
+    assert (g[:4] == 0).all() and g.isfinite().all() and (g[4:] != 0).any(), f"expected gradient 0 in silent groups only, got {g}"
+
+
+@given(SEEDS)
+def test_a_silent_group_changes_no_other(seed):
+    case = rstg_case(seed, groups=4)
+    case["outcomes"][3], case["confidence"][3] = 0, 0    # a second all-wrong group, which the teacher never solves
+    loud = {**case, "entropy": case["entropy"].clone(), "advantages_opd": case["advantages_opd"].clone()}
+    loud["entropy"][6:], loud["advantages_opd"][6:] = 100, -200
+    found, expected = (H.rstg_advantages(**c, opd_coef=0.3) for c in (loud, case))
+    bit_equal(found, expected, "extreme scores in the silent group")
+
+
+@given(SEEDS, st.sampled_from([NAN, INF, -INF]))
+def test_garbage_under_the_mask_reaches_no_rstg_advantage(seed, garbage):
+    case = rstg_case(seed)
+    dirty = {**case, **{k: case[k].masked_fill(~case["mask"], garbage) for k in ("advantages_opd", "entropy")}}
+    a = H.rstg_advantages(**dirty, opd_coef=0.3)
+    bit_equal(a, H.rstg_advantages(**case, opd_coef=0.3), f"{garbage} under the mask")
+    assert (a[~case["mask"]] == 0).all(), "expected 0 outside the mask"
+    live = {**case, "advantages_opd": leaf(case["advantages_opd"]), "entropy": leaf(case["entropy"])}
+    assert not H.rstg_advantages(**live, opd_coef=0.3).requires_grad, "expected the advantages detached"
+
+
+def test_tokens_that_are_not_selected_stay_in_the_denominator():
+    case = rstg_case(0)
+    case["mask"][0] = True
+    a = H.rstg_advantages(**case, opd_coef=1.0, select_share=25)
+    logp = leaf(logp_like(0, 6, 4))
+    g = grad(H.grpo_loss(logp, logp.detach(), a, case["mask"]), logp)[0]
+    assert (g != 0).sum() == 1, f"expected one selected token of four, got {g}"
+    same(g, -a[0] / (6 * 4), "its share is 1 / (B N) with N = 4, not 1")
+
+
+def test_rstg_keywords_matter_and_wrong_ones_are_named():
+    case = rstg_case(1)
+    base = H.rstg_advantages(**case, opd_coef=0.3)
+    same(H.rstg_advantages(**case, opd_coef=0.6)[:2], 2 * base[:2], "twice the coefficient")
+    differs(H.rstg_advantages(**case, opd_coef=0.3, select_share=100), base, "select_share")
+    differs(H.rstg_advantages(**case | {"confidence": case["confidence"] / 2}, opd_coef=0.3), base, "confidence")
+    for share in (0, -5, 100.5):
+        refuses(str(share), H.select_tokens, case["entropy"], case["mask"], share)
+    refuses("(6, 3)", H.select_tokens, case["entropy"], case["mask"][:, :3], 50)
+    refuses("(3, 3)", H.rstg_advantages, **case | {"advantages": torch.zeros(3, 3)}, opd_coef=0.3)
+    refuses("(6, 3)", H.rstg_advantages, **case | {"entropy": torch.zeros(6, 3)}, opd_coef=0.3)
+
+
+def test_the_papers_weight_reaches_its_floor_at_step_80():
+    beta = [H.anneal(step, 5e-3, 5e-5, 1e-3) for step in range(200)]
+    same(tensor(beta[:2] + [beta[40]]), tensor([5e-3, 4.95e-3, 3e-3]), "steps 0, 1, 40")
+    same(tensor(beta[79:82]), tensor([1.05e-3, 1e-3, 1e-3]), "steps 79, 80, 81", tol=1e-15)
+    assert set(beta[81:]) == {1e-3}, f"expected the floor from step 80 on, got {beta[78:82]}"
+    assert H.anneal(10**6, 0.2, 0.0, 0.1) == 0.2, "expected slope 0 to be constant"
+    refuses("0.3", H.anneal, 0, 0.2, 0.01, 0.3)
+    refuses("-0.01", H.anneal, 0, 0.2, -0.01, 0.1)
+
+
+@near_miss("route_groups", "routes by the group's mean against one half: a mixed group listens to the teacher")
+def routes_by_majority(outcomes):
+    return torch.where(outcomes.mean(1) > 0.5, 1, -1)
+
+
+@near_miss("route_groups", "every zero-variance group is negative: solved prompts are distilled too")
+def routes_by_variance(outcomes):
+    return torch.where(outcomes.amax(1) == outcomes.amin(1), -1, 0)
+
+
+@near_miss("teacher_confidence", "pass@k: one right of eight counts as certainty: human-eval#68")
+def confidence_as_pass_at_k(outcomes):
+    return outcomes.bool().any(1).double()
+
+
+@near_miss("token_scores", "padding enters the scaling: trl#3709")
+def scores_with_padding(entropy, divergence, mask):
+    h, d = ((x - x.min()) / (x.max() - x.min()) for x in (entropy, divergence))
+    return (h + d - h * d).masked_fill(~mask, 0.0)
+
+
+def scaled_or(entropy, divergence, mask, join):
+    h, d = (((x - x[mask].min()) / (x[mask].max() - x[mask].min())).masked_fill(~mask, 0.0) for x in (entropy, divergence))
+    return join(h, d)
+
+
+@near_miss("token_scores", "the sum instead of the Soft-OR: leaves [0, 1]")
+def scores_as_sum(entropy, divergence, mask):
+    return scaled_or(entropy, divergence, mask, lambda h, d: h + d)
+
+
+@near_miss("token_scores", "the product, a Soft-AND: a certain token on which the teacher disagrees is lost")
+def scores_as_and(entropy, divergence, mask):
+    return scaled_or(entropy, divergence, mask, lambda h, d: h * d)
+
+
+@near_miss("token_scores", "scaled in each completion by itself")
+def scores_by_row(entropy, divergence, mask):
+    rows = [[x[b:b + 1] for x in (entropy, divergence, mask)] for b in range(len(mask))]
+    return torch.cat([scaled_or(*row, lambda h, d: h + d - h * d) for row in rows])
+
+
+def select_counted(scores, mask, counts):
+    order = scores.masked_fill(~mask, -INF).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return mask & (order < tensor(counts)[:, None])
+
+
+@near_miss("select_tokens", "ceil of the float product: 7 % of 100 is 8: trl#6167", "hundred")
+def select_by_float_ceil(scores, mask, share=50.0):
+    return select_counted(scores, mask, [math.ceil(share / 100 * n) for n in mask.sum(1).tolist()])
+
+
+@near_miss("select_tokens", "floor: 20 % of one token is none")
+def select_by_floor(scores, mask, share=50.0):
+    return select_counted(scores, mask, [share * n // 100 for n in mask.sum(1).tolist()])
+
+
+@near_miss("select_tokens", "counts padding: short completions keep everything")
+def select_of_all_columns(scores, mask, share=50.0):
+    return select_counted(scores, mask, [math.ceil(share * scores.shape[1] / 100)] * len(mask))
+
+
+@near_miss("select_tokens", "one threshold for the batch instead of a share of each completion")
+def select_over_the_batch(scores, mask, share=50.0):
+    live = scores[mask].sort(descending=True).values
+    return mask & (scores >= live[math.ceil(share * len(live) / 100) - 1])
+
+
+def rstg_wrong(outcomes, advantages, advantages_opd, entropy, mask, confidence, opd_coef, select_share, change):
+    """RSTG from its equations with one change; the test of the right one is twin_rstg."""
+    if change == "every zero-variance group":
+        outcomes = outcomes * (outcomes.amin(1, keepdim=True) < 1)
+    d = advantages_opd if change == "signed" else advantages_opd.abs()
+    size, weight = outcomes.shape[1], torch.ones_like(confidence) if change == "no omega" else confidence
+    negative = (outcomes.sum(1) == 0).repeat_interleave(size)[:, None].expand_as(mask)
+    routed = mask if change in ("scores of all groups", "all groups") else negative & mask
+    score = tensor(twin_scores(entropy.tolist(), d.tolist(), routed.tolist()))
+    selected = tensor(twin_select(score.tolist(), routed.tolist(), str(select_share))).bool()
+    guided = opd_coef * weight.repeat_interleave(size)[:, None] * advantages_opd * selected
+    reward = advantages.reshape(-1, 1).expand_as(guided)
+    return (guided + reward if change == "all groups" else torch.where(negative, guided, reward)) * mask
+
+
+RSTG_CHANGES = {
+    "every zero-variance group": "also the all-right groups are distilled", "no omega": "the teacher's confidence is dropped",
+    "signed": "scores by A_opd instead of its size: strong disagreement counts as none",
+    "all groups": "no gate: the teacher is added where the reward already speaks",
+    "scores of all groups": "tokens of groups that are not routed enter the scaling"}
+
+
+def rstg_with(change: str):
+    def wrong(*args, opd_coef, select_share=50.0):
+        return rstg_wrong(*args, opd_coef, select_share, change)
+    wrong.__name__ = "rstg_" + change.replace(" ", "_").replace("-", "_")
+    return wrong
+
+
+for _change, _line in RSTG_CHANGES.items():
+    near_miss("rstg_advantages", _line)(rstg_with(_change))
+
+
+@near_miss("anneal", "min instead of max: falls without end after the floor, and starts at it")
+def anneal_with_min(step, start, slope, floor):
+    return min(start - slope * step, floor)
+
+
+@near_miss("anneal", "the slope is taken for a factor")
+def anneal_geometric(step, start, slope, floor):
+    return max(start * (1 - slope) ** step, floor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9  The hybrid objective
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(SEEDS, ROWS, LENGTHS)
+def test_who_listens_is_read_from_the_outcomes(seed, groups, size):
+    outcomes = randint(seed, 2, groups, size)
+    for n, row in enumerate(outcomes.tolist()):
+        expected = {"all": [True] * size, "failed": [r == 0 for r in row], "negative": [not any(row)] * size}
+        for where, hears in expected.items():
+            assert H.listening(outcomes, where)[n].tolist() == hears, f"expected {hears} for {where} at outcomes {row}"
+    refuses("'positive'", H.listening, outcomes, "positive")
+
+
+def all_streams(name: str, case: dict, coef: float = 0.3, share: float = 50.0):
+    c = case
+    return H.advantage_streams(H.METHODS[name], c["outcomes"], c["advantages"], c["mask"], coef, c["advantages_opd"],
+                               c["entropy"], c["confidence"], share)
+
+
+@pytest.mark.parametrize("name", list(H.METHODS))
+def test_every_method_gets_the_streams_that_its_row_names(name):
+    row = H.METHODS[name]
+    for seed in range(5):
+        case = rstg_case(100 * seed)
+        case["advantages"] = randn(seed, 3, 2)           # not zero in equal groups, so that the gate shows
+        reward, distillation = all_streams(name, case)
+        mask, outcomes = case["mask"], case["outcomes"]
+        plain = case["advantages"].reshape(-1, 1) * mask
+        negative = (outcomes.sum(dim=1) == 0).repeat_interleave(2)[:, None]
+        hears = {"all": negative | True, "negative": negative, "failed": outcomes.reshape(-1, 1) == 0}[row.where]
+        guided = 0.3 * case["advantages_opd"] * (hears & mask)
+        if row.where == "negative" and row.selected:
+            routed = (negative & mask).tolist()
+            scores = twin_scores(case["entropy"].tolist(), case["advantages_opd"].abs().tolist(), routed)
+            guided = guided * tensor(twin_select(scores, routed, "50")) * case["confidence"].repeat_interleave(2)[:, None]
+        gated = plain * ~negative if row.where == "negative" else plain
+        same(reward, gated if row.reward else torch.zeros_like(plain), f"reward stream of {name}")
+        same(distillation, guided if row.distillation == "pg" else torch.zeros_like(plain), f"distillation stream of {name}")
+
+
+def test_rstg_without_its_distillation_keeps_the_gate():
+    case = rstg_case(0)
+    case["advantages"] = randn(0, 3, 2)
+    row = H.Config(method="rstg", no_opd=True).row
+    reward, distillation = H.advantage_streams(row, case["outcomes"], case["advantages"], case["mask"], 0.3)
+    bit_equal(distillation, torch.zeros(6, 4, dtype=F64), "distillation")
+    bit_equal(reward, case["advantages"].reshape(-1, 1) * case["mask"] * tensor([[0], [0], [1], [1], [1], [1]]), "reward")
+    weightless = H.Config(method="rstg", no_weighting=True).row
+    full = case | {"confidence": torch.ones(3, dtype=F64)}
+    args = (full["outcomes"], full["advantages"], full["mask"], 0.3, full["advantages_opd"], full["entropy"])
+    bit_equal(H.advantage_streams(weightless, *args)[1], all_streams("rstg", full)[1], "no weighting = confidence 1")
+
+
+@given(SEEDS)
+def test_a_mixed_or_solved_group_is_bit_equal_to_plain_grpo_in_gated_methods(seed):
+    case = rstg_case(seed)
+    for name in ("rstg", "grpo+opd-negative"):
+        reward, distillation = all_streams(name, case)
+        bit_equal(reward[2:], all_streams("grpo", case)[0][2:], f"reward stream of {name}")
+        bit_equal(distillation[2:], torch.zeros(4, 4, dtype=F64), f"distillation of {name} outside the all-wrong group")
+        assert not ((reward != 0) & (distillation != 0)).any(), "expected the two never to meet at one token"
+
+
+def loss_parts(seed: int, case: dict, name: str = "rstg", coef: float = 0.3) -> tuple:
+    """(logits, trajectory logits, streams with weights made once) for one step of 6 completions and 2 trajectories."""
+    logits, ids, mask = leaf(randn(seed, 6, 5, 4)), randint(seed + 1, 4, 6, 5), case["mask"]
+    other, gold, gold_mask = leaf(randn(seed + 2, 2, 4, 4)), randint(seed + 3, 4, 2, 4), ragged(seed + 4, 2, 3, 1)
+    logp, weights = H.token_logps(logits, ids), H.token_weights(mask, HOWS[0])
+    old = logp.detach() + 0.05 * randn(seed + 5, 6, 4)
+    reward, distillation = all_streams(name, case, coef)
+    return logits, other, {"reward": (H.policy_terms(logp, old, reward), weights),
+                           "distillation": (H.policy_terms(logp, old, distillation), weights),
+                           "imitation": (-H.token_logps(other, gold), coef * H.token_weights(gold_mask, HOWS[0]))}
+
+
+@given(SEEDS, st.sampled_from(["rstg", "grpo+opd", "grpo+opd-failed", "opd", "grpo"]))
+def test_the_hybrid_loss_is_the_sum_of_its_streams(seed, name):
+    logits, other, streams = loss_parts(seed, rstg_case(seed), name)
+    total, parts = H.hybrid_loss(streams), [H.weighted_sum(*pair) for pair in streams.values()]
+    same(total, sum(parts), "value")
+    for x in (logits, other):
+        same(grad(total, x), sum(grad(part, x) for part in parts), "gradient")
+    pairs = [(terms.flatten().tolist(), weights.flatten().tolist()) for terms, weights in streams.values()]
+    loop = math.fsum(t * w for ts, ws in pairs for t, w in zip(ts, ws))
+    same(total, loop, "value against a loop")
+
+
+@given(SEEDS, st.sampled_from(["rstg", "grpo+opd"]))
+def test_the_hybrid_loss_has_the_same_gradient_for_every_split(seed, name):
+    logits, other, streams = loss_parts(seed, rstg_case(seed), name)
+    whole = grad(H.hybrid_loss(streams), logits, other)
+    for size in (1, 4, 6):                               # 4: the last micro-batch is smaller, and holds no trajectory
+        parts = [H.hybrid_loss({k: (t[i:i + size], w[i:i + size]) for k, (t, w) in streams.items()}) for i in range(0, 6, size)]
+        for index, x in enumerate((logits, other)):
+            same(sum(grad(part, x) for part in parts), whole[index], f"gradient in micro-batches of {size}")
+
+
+@given(SEEDS, st.sampled_from([0.0, NAN, INF]))
+def test_a_stream_of_zero_weight_leaves_the_total_bit_equal(seed, value):
+    logits, other, streams = loss_parts(seed, rstg_case(seed))
+    alone, terms = {"reward": streams["reward"]}, streams["imitation"][0] + value
+    both = H.hybrid_loss(alone | {"imitation": (terms, torch.zeros_like(terms))})
+    bit_equal(both, H.hybrid_loss(alone), "total")
+    bit_equal(grad(both, logits), grad(H.hybrid_loss(alone), logits), "gradient")
+    assert (grad(both, other) == 0).all(), "expected gradient exactly 0 in the stream of no weight"
+
+
+@given(SEEDS)
+def test_without_a_negative_group_rstg_is_grpo_bit_for_bit(seed):
+    case = rstg_case(seed)
+    case["outcomes"][0] = 1
+    case["advantages"] = H.group_advantages(case["outcomes"])
+    logits, _, streams = loss_parts(seed, case)
+    assert (streams["distillation"][0] == 0).all(), "expected no distillation"
+    total = H.hybrid_loss({k: streams[k] for k in ("reward", "distillation")})
+    plain_logits, _, plain = loss_parts(seed, case, "grpo")
+    bit_equal(total, H.weighted_sum(*plain["reward"]), "total")
+    bit_equal(grad(total, logits), grad(H.weighted_sum(*plain["reward"]), plain_logits), "gradient")
+
+
+@given(SEEDS, st.sampled_from(["grpo+opd", "grpo+opd-failed", "grpo+opd-negative", "rstg"]))
+def test_half_a_coefficient_adds_half_of_the_terms_own_gradient(seed, name):
+    def follow(coef, *which):
+        logits, other, streams = loss_parts(seed, rstg_case(seed), name, coef)
+        return torch.cat([g.flatten() for g in grad(H.hybrid_loss({k: streams[k] for k in which}), logits, other)])
+    every = ("reward", "distillation", "imitation")
+    gain = follow(0.5, *every) - follow(0.0, *every)
+    same(gain, 0.5 * follow(1.0, *every[1:]), "gradient gained from coefficient 0 to .5")
+    differs(gain, torch.zeros_like(gain), "the gradient itself", by=1e-4)
+
+
+@near_miss("listening", "`failed` read as the groups that failed")
+def listening_failed_groups(outcomes, where):
+    return (outcomes.amax(1, keepdim=True) == 0).expand_as(outcomes)
+
+
+@near_miss("advantage_streams", "the reward stays beside the teacher in all-wrong groups, whose gate should replace it")
+def streams_without_gate(row, outcomes, advantages, mask, opd_coef, advantages_opd, entropy, confidence, select_share=50.0):
+    given_lists = [x.tolist() for x in (outcomes, 0 * advantages, advantages_opd, entropy, mask, confidence)]
+    guided = tensor(twin_rstg(*given_lists, opd_coef, str(select_share)))
+    return advantages.reshape(-1, 1) * mask, guided
+
+
+@near_miss("hybrid_loss", "the mean of the streams: an empty stream weakens the others: LUFFY#24")
+def hybrid_as_mean(streams):
+    return sum((terms * weights).sum() for terms, weights in streams.values()) / len(streams)
+
+
+@near_miss("hybrid_loss", "a weighted stream is detached: the printed loss moves, the gradient does not: axolotl#3660")
+def hybrid_with_dead_stream(streams):
+    total = [(terms * weights).sum() for terms, weights in streams.values()]
+    return total[0] + sum(x.detach() for x in total[1:])
+
+
+# What each near miss is tried on: {function: {case: seed -> (arguments, keywords)}}.  The first argument of a loss is a leaf.
+
+LOSSES = ("token_logps", "token_entropy", "weighted_sum", "aggregate", "policy_terms", "kl_terms", "grpo_loss", "opd_loss",
+          "reverse_kl", "forward_kl", "generalized_jsd", "sft_loss", "hybrid_loss")
+RAGGED = torch.arange(5) < torch.tensor([[5], [3], [2], [1]])
+
+
+def logp_pair(seed: int) -> tuple:
+    old = logp_like(seed, 4, 5)
+    return old + 0.7 * randn(seed + 1, 4, 5), old
+
+
+def policy_case(**keywords):
+    return lambda s: ((*logp_pair(s), randn(s + 2, 4, 5)), keywords)
+
+
+def logits_pair(**keywords):
+    return lambda s: ((2 * randn(s, 2, 3, 4), 2 * randn(s + 1, 2, 3, 4)), keywords)
+
+
+def streams_case(outcomes, advantages, advantages_opd, entropy, mask, confidence):
+    return H.METHODS["rstg"], outcomes, advantages, mask, 0.3, advantages_opd, entropy, confidence
+
+
+CASES = {
+    "action_mask": {"plain": lambda s: ((torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9]]), 2), {})},
+    "truncated": {"plain": lambda s: ((torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8]]), 2), {})},
+    "token_logps": {"plain": lambda s: ((4 * randn(s, 2, 5, 6), randint(s, 6, 2, 5)), {"temperature": 0.7})},
+    "token_entropy": {"plain": lambda s: ((randn(s, 2, 3, 4).masked_fill(torch.arange(4) == 1, -INF),), {})},
+    "token_weights": {"plain": lambda s: ((RAGGED, HOWS[0]), {})},
+    "weighted_sum": {"plain": lambda s: ((randn(s, 4, 5).masked_fill(~RAGGED, NAN), RAGGED.double() / 4), {})},
+    "aggregate": {"token_mean": lambda s: ((randn(s, 4, 5), RAGGED, HOWS[1]), {}),
+                  "norm": lambda s: ((randn(s, 4, 5), RAGGED, HOWS[2], 8), {})},
+    "group_advantages": {"plain": lambda s: ((tensor([[1, 0, 0, 0], [1, 1, 0, 0]]),), {}),
+                         "eps": lambda s: ((tensor([[1, 0, 0, 0], [1, 1, 0, 0]]),), {"eps": 0.1}),
+                         "equal": lambda s: ((torch.full((1, 8), 0.2),), {"eps": 1e-6}),
+                         "loo": lambda s: ((torch.tensor([[0.35] * 7 + [0.95]]),), {"baseline": "leave_one_out"})},
+    "policy_terms": {"plain": policy_case(), "higher": policy_case(clip_high=0.5), "dual": policy_case(dual_clip=1.1),
+                     "sequence": policy_case(ratio_level="sequence", mask=RAGGED)},
+    "kl_terms": {"plain": lambda s: (logp_pair(s), {}), "ratio": lambda s: (logp_pair(s), {"gradient": "ratio"})},
+    "grpo_loss": {"plain": lambda s: ((*logp_pair(s), randn(s + 2, 4, 5), RAGGED), {})},
+    "opd_advantages": {"plain": lambda s: ((logp_like(s, 4, 5), logp_like(s + 1, 4, 5) * (torch.arange(5) > 0)), {})},
+    "opd_loss": {"plain": lambda s: ((logp_like(s, 4, 5), logp_like(s + 1, 4, 5), RAGGED), {})},
+    "reverse_kl": {"plain": logits_pair()},
+    "forward_kl": {"plain": logits_pair(), "warm": logits_pair(temperature=2.0)},
+    "generalized_jsd": {"plain": logits_pair(teacher_share=0.25)},
+    "sft_loss": {"plain": lambda s: ((logp_like(s, 4, 5), RAGGED), {})},
+    "route_groups": {"plain": lambda s: ((tensor([[0, 0, 0], [0, 1, 0], [1, 1, 1]]),), {})},
+    "teacher_confidence": {"plain": lambda s: ((tensor([[1, 0, 0, 0], [0, 0, 0, 0]]),), {})},
+    "token_scores": {"plain": lambda s: ((randn(s, 3, 5), randn(s + 1, 3, 5).abs(), RAGGED[:3]), {})},
+    "select_tokens": {"plain": lambda s: ((randn(s, 4, 5), RAGGED), {"share": 30}),
+                      "hundred": lambda s: ((randn(s, 1, 100), torch.ones(1, 100, dtype=torch.bool)), {"share": 7})},
+    "rstg_advantages": {"plain": lambda s: (tuple((rstg_case(s, 3, 2, 12) | {"confidence": tensor([0.5, 0.75, 0.25])}).values()),
+                                            {"opd_coef": 0.3})},
+    "anneal": {"plain": lambda s: ((20 + s, 5.0, 0.05, 1.0), {})},
+    "listening": {"plain": lambda s: ((tensor([[0, 0], [0, 1], [1, 1]]), "failed"), {})},
+    "advantage_streams": {"plain": lambda s: (streams_case(**rstg_case(s) | {"advantages": randn(s, 3, 2)}), {})},
+    "hybrid_loss": {"plain": lambda s: (({"reward": (leaf(randn(s, 2, 3)), torch.ones(2, 3, dtype=F64)),
+                                          "distillation": (leaf(randn(s + 1, 2, 3)), torch.ones(2, 3, dtype=F64))},), {})},
+}
+
+
+def tensors_in(x) -> list:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    inside = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()
+    return [t for y in inside for t in tensors_in(y)]
+
+
+def outcome(name: str, function, case: str, seed: int) -> list:
+    """Value and, for a loss, gradient of a call, as a list of float64 tensors."""
+    args, keywords = CASES[name][case](seed)
+    if name in LOSSES and isinstance(args[0], torch.Tensor):
+        args = (leaf(args[0]), *args[1:])
+    leaves = [x for x in tensors_in(args) if x.requires_grad]
+    value = function(*args, **keywords)
+    values = tensors_in(value) or [tensor(value)]
+    grads = torch.autograd.grad(values[0].sum(), leaves, allow_unused=True) if leaves and values[0].requires_grad else []
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(list(grads) or [None] * len(leaves), leaves)]
+    return [x.detach().double() for x in values + grads]
+
+
+@pytest.mark.parametrize("name", list(NEAR_MISSES))
+def test_every_near_miss_is_rejected(name):
+    function, wrong, seen = NEAR_MISSES[name]
+    gaps = []
+    for seed in (0, 10, 20, 30):
+        of_wrong, of_right = (outcome(function, f, MISSED_AT[name], seed) for f in (wrong, getattr(H, function)))
+        for found, right in zip(of_wrong, of_right, strict=True):
+            assert found.shape == right.shape and right.isfinite().all(), f"{name}: expected a wrong number, not another shape"
+            gaps.append((found - right).abs().nan_to_num(INF, INF).max().item())
+    assert max(gaps) > 1e-3, f"expected {name} ({seen}) to differ from {function} by more than 1e-3, got {max(gaps)}"
+
+
+def test_every_function_of_tensors_has_a_near_miss():
+    missing = set(CASES) - {function for function, _, _ in NEAR_MISSES.values()}
+    assert not missing and len(NEAR_MISSES) >= 25, f"expected at least one near miss for each of {missing}"
+
+
+@pytest.mark.parametrize("name, case", [(name, case) for name, cases in CASES.items() for case in cases])
+def test_no_function_changes_what_it_was_given(name, case):
+    args, keywords = CASES[name][case](3)
+    given_tensors = tensors_in(args) + tensors_in(keywords)
+    before = [x.detach().clone() for x in given_tensors]
+    first, second = (tensors_in(getattr(H, name)(*args, **keywords)) for _ in range(2))
+    for x, y in zip(given_tensors, before):
+        bit_equal(x.nan_to_num(7.25), y.nan_to_num(7.25), f"an input of {name}")
+    for x, y in zip(first, second):
+        bit_equal(x, y, f"{name} called twice")
