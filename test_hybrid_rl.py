@@ -5,8 +5,19 @@ Python floats, written from the equations.  A near miss is a wrong version that 
 Everything is float64 unless precision is the subject; "equal" then means 1e-9, a million roundings of a term of size 1.
 """
 
+import copy
+import dataclasses
 import itertools
+import json
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from decimal import Decimal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +26,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import hybrid_rl as H
+import toy_tasks
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 settings.load_profile("ci")
@@ -296,6 +308,10 @@ def test_garbage_under_a_weight_of_zero_reaches_nothing(seed, rows, length, how,
     loss = H.aggregate(dirty, mask, how, 3)
     bit_equal(loss.detach(), H.aggregate(clean, mask, how, 3), f"value beside {garbage}")
     bit_equal(grad(loss, dirty), H.token_weights(mask, how, 3), f"gradient beside {garbage}")
+
+
+def test_a_live_nan_is_not_hidden():
+    assert H.weighted_sum(tensor([[NAN, 1.0]]), tensor([[0.5, 0.5]])).isnan(), "expected NaN at a token of weight 0.5 to show"
 
 
 def test_section_2_refuses_with_the_value_named():
@@ -585,6 +601,8 @@ def test_a_sequence_ratio_is_the_exp_of_the_mean_log_ratio():
     same(terms[mask], torch.full((3,), -2 * math.exp(0.05), dtype=F64), "e^0.05 for every token (e^0.15 = of the sum)")
     loss = H.grpo_loss(logp, torch.zeros(1, 4, dtype=F64), tensor([[2.0]]), mask, ratio_level="sequence")
     same(grad(loss, logp), tensor([[-2 * math.exp(0.05) / 3] * 3 + [0]]), "gradient, spread over the three tokens")
+    empty = H.policy_terms(logp, torch.zeros(1, 4, dtype=F64), tensor([[2.0]]), ratio_level="sequence", mask=mask & False)
+    same(empty, torch.full((1, 4), -2.0), "a row without tokens has ratio 1, not NaN")
 
 
 @given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS), st.sampled_from(["skip", "count"]), st.sampled_from([0.0, 0.1, 0.2]),
@@ -1783,3 +1801,486 @@ def test_no_function_changes_what_it_was_given(name, case):
         bit_equal(x.nan_to_num(7.25), y.nan_to_num(7.25), f"an input of {name}")
     for x, y in zip(first, second):
         bit_equal(x, y, f"{name} called twice")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The toy: tasks, rewards, tokenizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+os.environ["HF_HUB_OFFLINE"] = "1"      # the whole specification runs without a network
+SMALL = dict(steps=3, prompts_per_step=6, group_size=4, train_prompts=24, eval_problems=8, save_every=0)
+STUDENT, TEACHER = (str(toy_tasks.MODELS / name) for name in ("student", "teacher"))
+
+
+@pytest.mark.parametrize("completion, gold, reward", [
+    ("-3", "-3", 1), ("3", "-3", 0), ("+5", "5", 1), ("1,000", "1000", 1), ("The total is 72 clips, altogether.", "72", 1), ("12.0", "12", 1),
+    ("012", "12", 1), ("12.5", "12", 0), ("1,0", "10", 0), ("10-4", "4", 1), ("\N{MINUS SIGN}3", "-3", 1), ("", "0", 0), ("no idea", "0", 0),
+    ("8 17", "17", 1), ("17 8", "17", 0), ("9" * 100_000, "9", 0), ("1," * 50_000, "1", 1)])
+def test_a_reward_reads_the_last_number_exactly(completion, gold, reward):
+    began = time.perf_counter()
+    assert toy_tasks.number_reward(completion, Decimal(gold)) == reward
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("task", toy_tasks.TASKS.values(), ids=lambda task: task.name)
+def test_train_and_evaluation_problems_never_overlap_and_solutions_are_right(task):
+    train = {p for seed in range(3) for p in task.problems("train", 300, seed)}
+    held_out = {p for seed in range(3) for p in task.problems("eval", 300, seed)}
+    assert train and held_out and not train & held_out
+    assert task.problems("train", 50, 1) == task.problems("train", 50, 1) != task.problems("train", 50, 2)
+    assert {task.difficulty(p) for p in train} == set(task.levels)
+    assert all(task.reward(p, task.solution(p)) == 1.0 and task.reward(p, f"{task.answer(p) + 1}") == 0.0 for p in train)
+
+
+def test_addition_shows_its_columns_with_carry():
+    assert toy_tasks.TASKS["addition"].solution((347, 285)) == "12 13 6 632"
+
+
+def test_the_tokenizer_saves_loads_and_gives_back_every_text(tmp_path):
+    from toy_tasks.pretrain import build_tokenizer
+    from transformers import AutoTokenizer
+    build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(STUDENT).get_vocab() == AutoTokenizer.from_pretrained(TEACHER).get_vocab()
+    for text in ("3 + 5 + 9 =", "8 17", "347 + 285 =", "12 13 6 632", "63 2", "632"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer("3 + 5 + 9 =").input_ids) == 6, "one token a number"
+    assert len(tokenizer("632").input_ids) == 3 and len(tokenizer("63 2").input_ids) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 10  Models and rollouts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tiny(family: str, vocab: int = 40, **extra):
+    import transformers as t
+    torch.manual_seed(0)
+    size = dict(vocab_size=vocab, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                max_position_embeddings=64, bos_token_id=None, eos_token_id=2, pad_token_id=2)
+    if family == "gpt2":
+        model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=vocab, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=None, eos_token_id=2,
+                                               initializer_range=0.5, **extra))
+    elif family == "llama":
+        model = t.LlamaForCausalLM(t.LlamaConfig(**size, initializer_range=0.5))
+    else:
+        model = t.Qwen3ForCausalLM(t.Qwen3Config(**size, head_dim=8, initializer_range=0.5))
+    return model.eval()
+
+
+class Numbers:
+    """The least tokenizer that rollouts need: a text is its ids, written as numbers."""
+    eos_token_id, pad_token_id = 2, 2
+
+    def __call__(self, text):
+        return type("Encoded", (), {"input_ids": [int(word) for word in text.split()]})
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(str(int(i)) for i in ids if int(i) != 2)
+
+
+def sample(model, prompts=("5 6 7", "8"), group=4, seed=0, length=6, micro_batch=64):
+    torch.manual_seed(seed)
+    return H.rollout(model, Numbers(), list(prompts), group, temperature=1.0, max_new_tokens=length, micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_left_padding_changes_no_score(family):
+    model = tiny(family)
+    completion = torch.tensor([[7, 8, 2]])
+    alone, _ = H.score(model, torch.tensor([[5, 6]]), torch.tensor([[1, 1]]), completion)
+    padded, _ = H.score(model, torch.tensor([[0, 0, 0, 5, 6]]), torch.tensor([[0, 0, 0, 1, 1]]), completion)
+    assert torch.allclose(alone, padded, atol=1e-5), "left padding must be invisible (position ids, attention mask)"
+    if family == "gpt2":        # near miss: no position ids; a rotary model would not show it
+        ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 2]])
+        wrong = H.token_logps(model(input_ids=ids, attention_mask=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])).logits, ids)[:, -3:]
+        assert (wrong - alone).abs().max() > 0.1
+
+
+class FixedLogits(torch.nn.Module):
+    """A model that says what it is told to say."""
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, input_ids, logits_to_keep, **_):
+        return type("Output", (), {"logits": self.logits[:, -logits_to_keep:]})
+
+
+def test_the_prompt_never_leaks_into_the_loss():
+    model = FixedLogits(torch.randn(1, 7, 9, generator=torch.Generator().manual_seed(0)))
+    ask = lambda: H.score(model, torch.tensor([[0, 0, 5, 6]]), torch.tensor([[0, 0, 1, 1]]), torch.tensor([[7, 8, 2]]))[0]
+    logp = ask()
+    logp.sum().backward()
+    used = model.logits.grad.abs().sum(dim=-1)[0] > 0
+    assert used.tolist() == [False] * 3 + [True] * 3 + [False], "exactly the logits at 3, 4, 5 predict the completion"
+    assert logp.shape == (1, 3)
+
+
+def test_the_score_is_the_cross_entropy_of_the_library():
+    model = tiny("llama")
+    prompt, answer = torch.tensor([[5]]), torch.tensor([[6, 7, 8]])
+    labels = torch.tensor([[-100, 6, 7, 8]])
+    theirs = model(input_ids=torch.cat([prompt, answer], 1), labels=labels).loss
+    logp, _ = H.score(model, prompt, torch.ones_like(prompt), answer)
+    ours = H.sft_loss(logp, torch.ones_like(answer).bool(), "token_mean")
+    ours.backward()
+    grad = model.get_input_embeddings().weight.grad.clone()
+    model.zero_grad()
+    theirs.backward()
+    assert abs(ours.item() - theirs.item()) < 1e-6
+    assert torch.allclose(grad, model.get_input_embeddings().weight.grad, atol=1e-6)
+
+
+def test_generation_settings_of_a_checkpoint_do_not_reach_a_rollout():
+    model = tiny("llama")
+    clean = sample(model)
+    settings = dict(repetition_penalty=1.3, top_k=3, temperature=0.7, do_sample=True)
+    model.generation_config.update(**settings)
+    poisoned = sample(model)
+    assert torch.equal(clean.completion_ids, poisoned.completion_ids), "a rollout samples softmax(logits / T) and nothing else"
+    assert all(getattr(model.generation_config, key) == value for key, value in settings.items()), "the model's own settings come back"
+    torch.manual_seed(0)        # near miss: do_sample alone inherits them
+    wrong = model.generate(input_ids=clean.prompt_ids, attention_mask=clean.prompt_mask, do_sample=True, max_new_tokens=6, pad_token_id=2)
+    assert wrong.shape[1] - 3 != clean.completion_ids.shape[1] or not torch.equal(wrong[:, 3:], clean.completion_ids)
+
+
+def test_rollouts_are_drawn_with_the_probabilities_that_score_reports():
+    model = tiny("qwen3", vocab=5)
+    made = sample(model, ["3"], 4000, length=1, micro_batch=4000)
+    logits = H.completion_logits(model, made.prompt_ids[:1], made.prompt_mask[:1], made.completion_ids[:1])[0, 0]
+    counted = torch.bincount(made.completion_ids[:, 0], minlength=5) / 4000
+    assert torch.allclose(counted, logits.softmax(-1).detach(), atol=0.035), "0.035 is over 4 standard errors of a share at 4,000"
+
+
+def test_dropout_is_off_and_the_mode_is_restored():
+    model = tiny("gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    for mode in (True, False):
+        model.train(mode)
+        first, second = sample(model), sample(model)
+        assert model.training is mode and torch.equal(first.completion_ids, second.completion_ids)
+    run = make_run(student=model, tokenizer=Numbers())
+    made = sample(model)
+    everyone = torch.ones(len(made.mask), dtype=torch.bool)
+    old, _ = run.score_all(model, made, everyone)
+    new, _ = run.forward(model, made, torch.arange(len(made.mask)))
+    ratio = (new - old[:, :new.shape[1]]).exp()[made.mask[:, :new.shape[1]]]
+    assert torch.allclose(ratio, torch.ones_like(ratio), atol=1e-6)
+
+
+def test_any_eos_id_ends_a_completion_and_is_part_of_it():
+    model = tiny("llama", vocab=6)
+    model.generation_config.eos_token_id = [2, 4]
+    made = sample(model, ["3", "5 3"], 32, length=12)
+    ends = [ids[mask][-1].item() for ids, mask, cut in zip(made.completion_ids, made.mask, made.truncated) if not cut]
+    assert set(ends) == {2, 4}, "both ids must be seen to end a completion"
+    for ids, mask in zip(made.completion_ids, made.mask):
+        assert not torch.isin(ids[mask][:-1], torch.tensor([2, 4])).any(), "nothing is trained after the first eos"
+
+
+def test_rows_are_cut_to_their_own_length_without_losing_a_token():
+    made = sample(tiny("llama"), ["5 6 7", "8"], 8)
+    short = made.mask.sum(1).argsort()[:3]
+    cut = made.rows(short)
+    assert cut.completion_ids.shape[1] == made.mask[short].sum(1).max()
+    for row, whole in zip(range(3), short):
+        assert cut.completion_ids[row][cut.mask[row]].tolist() == made.completion_ids[whole][made.mask[whole]].tolist()
+        assert cut.prompt_ids[row][cut.prompt_mask[row].bool()].tolist() == made.prompt_ids[whole][made.prompt_mask[whole].bool()].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 11  One update, and the loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A task whose rewards are given: prompt n, completion g gets rewards[n][g]."""
+    name = "scripted"
+
+    def __init__(self, rewards):
+        self.rewards, self.asked = rewards, [0] * len(rewards)
+
+    def prompt(self, problem):
+        return toy_tasks.TASKS["chain_sum"].prompt((3, 4, 5 + problem % 5, 1 + problem // 5))
+
+    def reward(self, problem, _completion):
+        self.asked[problem] += 1
+        return float(self.rewards[problem][(self.asked[problem] - 1) % len(self.rewards[problem])])
+
+
+def make_run(rewards=((1, 0, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)), confidence=(1.0, 0.5, 1.0, 0.25), student=None, teacher=None,
+             tokenizer=None, trajectory=True, **settings):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    config = H.Config(**(dict(prompts_per_step=len(rewards), group_size=len(rewards[0])) | settings))
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(STUDENT)
+    load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    student, task = student or load(STUDENT), Scripted(rewards)
+    ids = tokenizer("7 12").input_ids + [1] if not isinstance(tokenizer, Numbers) else [5, 2]
+    pool = {task.prompt(n): {"confidence": c, "trajectory": ids if trajectory and c else None} for n, c in enumerate(confidence)}
+    return H.Run(config, task, tokenizer, student, teacher or load(TEACHER), load(STUDENT) if config.kl_coef else None,
+                         torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0), list(range(len(rewards))), pool)
+
+
+def gradient(run, step=0):
+    """The unclipped gradient of one step, as one vector"""
+    run.config = dataclasses.replace(run.config, max_grad_norm=1e9)
+    metrics = H.train_step(run, step)
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in run.student.parameters()]), metrics
+
+
+def close(a, b, tolerance=2e-5):
+    return (a - b).norm() <= tolerance * max(a.norm(), b.norm())
+
+
+EVERY = [("rstg", {}), ("rstg", {"updates": 2}), ("grpo", {"kl_coef": 0.1}), ("grpo+opd", {"aggregation": "token_mean"}), ("grpo+opd-failed", {}),
+         ("opd", {"aggregation": "seq_mean_token_sum_norm"}), ("reverse-kl", {}), ("jsd", {}), ("forward-kl", {}), ("sft", {})]
+
+
+@pytest.mark.parametrize("method, settings", EVERY, ids=lambda x: str(x))
+def test_any_split_into_micro_batches_gives_the_same_gradient_of_a_step(method, settings, monkeypatch):
+    made = H.rollout            # sample once, so that the split alone differs
+    monkeypatch.setattr(H, "rollout", lambda *a, **k: made(*a, **(k | {"micro_batch": 256})))
+    whole, a = gradient(make_run(method=method, **settings))
+    split, b = gradient(make_run(method=method, micro_batch=3, **settings))
+    assert whole.norm() > 0 and close(whole, split), "divide once, before the split"
+    assert abs(a["loss"] - b["loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["grpo", "rstg", "grpo+opd-failed"])
+def test_rows_that_cannot_matter_are_not_computed_and_change_nothing(method, monkeypatch):
+    pruned, _ = gradient(make_run(method=method))
+    live = H.Signals.live
+    monkeypatch.setattr(H.Signals, "live", lambda self, everything: live(self, True))
+    assert close(pruned, gradient(make_run(method=method))[0])
+
+
+def test_without_a_negative_group_rstg_is_grpo_bit_for_bit():
+    rewards = ((1, 0, 0, 1), (0, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 1))
+    a, b = gradient(make_run(rewards, method="rstg"))[0], gradient(make_run(rewards, method="grpo"))[0]
+    assert a.norm() > 0 and torch.equal(a, b)
+
+
+def test_the_parts_of_rstg_add_up_and_each_switch_takes_one_away():
+    whole = gradient(make_run(method="rstg"))[0]
+    no_sft, no_opd = (gradient(make_run(method="rstg", **{part: True}))[0] for part in ("no_sft", "no_opd"))
+    neither = gradient(make_run(method="rstg", no_sft=True, no_opd=True))[0]
+    reward = gradient(make_run(method="grpo"))[0]
+    assert close(neither, reward), "RSTG without both parts is GRPO where rewards are binary"
+    assert close(whole - no_sft, no_opd - neither, 1e-4) and (whole - no_sft).norm() > 1e-3, "the parts are a sum"
+    for part in (dict(no_weighting=True), dict(select_share=10.0), dict(opd_coef=0.2)):
+        assert not close(whole, gradient(make_run(method="rstg", **part))[0], 1e-3), f"{part} must change the gradient"
+
+
+def test_imitation_is_divided_by_all_prompts():
+    run = make_run(method="rstg", no_opd=True)
+    value = H.imitate(run, [run.task.prompt(1), run.task.prompt(3)], 4, 0.5)
+    logps = []
+    for n in (1, 3):
+        prompt = torch.tensor([run.tokenizer(run.task.prompt(n)).input_ids])
+        answer = torch.tensor([run.pool[run.task.prompt(n)]["trajectory"]])
+        logps.append(H.score(run.student, prompt, torch.ones_like(prompt), answer)[0].mean().item())
+    assert abs(value - 0.5 * -sum(logps) / 4) < 1e-5, "token mean a trajectory, summed over routed prompts, over all 4 prompts of the step"
+
+
+def test_a_teacher_that_never_solves_a_prompt_is_silent_there():
+    all_wrong = ((0, 0, 0, 0),) * 4
+    silent, metrics = gradient(make_run(all_wrong, (0.0,) * 4, method="rstg"))
+    assert silent.norm() == 0 and metrics["loss"] == 0 and metrics["negative_share"] == 1
+
+
+def test_a_step_without_signal_moves_nothing():
+    run = make_run(((1, 0), (0, 1)), (1.0, 1.0), method="grpo")
+    H.train_step(run, 0)        # builds momentum
+    run.task.rewards = ((1, 1), (1, 1))
+    before = [p.clone() for p in run.student.parameters()]
+    metrics = H.train_step(run, 1)
+    assert metrics["positive_share"] == 1 and metrics["grad_norm"] == 0
+    assert all(torch.equal(p, q) for p, q in zip(before, run.student.parameters()))
+
+
+@pytest.mark.parametrize("method", ["rstg", "opd", "jsd", "forward-kl"])
+def test_the_teacher_is_frozen(method):
+    run = make_run(method=method)
+    before = {name: p.clone() for name, p in run.teacher.named_parameters()}
+    for step in range(3):
+        H.train_step(run, step)
+    moved = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    for name, p in run.teacher.named_parameters():
+        assert p.grad is None and id(p) not in moved and not p.requires_grad and torch.equal(p, before[name])
+    assert not run.teacher.training
+
+
+def test_teacher_and_student_as_one_object_are_refused_and_a_copy_gives_exactly_nothing():
+    run = make_run()
+    with pytest.raises(H.UsageError, match="one object"):
+        dataclasses.replace(run, teacher=run.student)
+    nothing, metrics = gradient(make_run(method="opd", student=run.student, teacher=copy.deepcopy(run.student)))
+    assert nothing.norm() == 0 and metrics["loss"] == 0
+
+
+def test_step_problems_visit_every_prompt_once_an_epoch_whatever_the_batch():
+    problems = list(range(10))
+    seen = [p for step in range(10) for p in H.step_problems(problems, step, 3, seed=1)]
+    assert all(sorted(seen[e * 10:e * 10 + 10]) == problems for e in range(3)) and seen[:10] != seen[10:20]
+    assert len(H.step_problems(problems, 0, 25, seed=1)) == 25
+
+
+def test_the_pool_keeps_the_shortest_finished_correct_trajectory_as_it_was_sampled(monkeypatch):
+    ids = torch.tensor([[9, 9, 6, 2], [9, 6, 2, 2], [8, 2, 2, 2], [9, 9, 9, 6], [5, 2, 2, 2], [5, 2, 2, 2], [5, 2, 2, 2], [5, 2, 2, 2]])
+    made = H.Rollouts(torch.ones(8, 1).long(), torch.ones(8, 1).long(), ids, H.action_mask(ids, 2), H.truncated(ids, 2))
+    monkeypatch.setattr(H, "rollout", lambda *a, **k: made)
+    task = type("Six", (), {"prompt": staticmethod(str), "reward": staticmethod(lambda p, text: float(text.split()[-1] == "6"))})
+    pool = H.make_pool(None, Numbers(), task, [0, 1], H.Config(teacher_samples=4))
+    assert pool["0"] == {"confidence": 0.75, "trajectory": [9, 6, 2]}, "mean@4 counts the truncated one, the trajectory may not be it"
+    assert pool["1"] == {"confidence": 0.0, "trajectory": None}
+
+
+def run_small(folder, **settings):
+    return H.train(H.Config(**(SMALL | {"out": str(folder)} | settings)))
+
+
+def metrics_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize("method", H.METHODS)
+def test_every_method_trains_without_nan(method, tmp_path):
+    run_small(tmp_path, method=method)
+    lines = metrics_of(tmp_path)
+    assert len(lines) == 3
+    for line in lines:
+        assert all(v is None or math.isfinite(v) for v in line.values()) and line["grad_norm"] >= 0
+    assert any(line["grad_norm"] > 0 for line in lines), "three steps with not one gradient teach nothing"
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run_small(tmp_path / name, seed=seed)
+    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b") != metrics_of(tmp_path / "c")
+
+
+def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights_bit_for_bit(tmp_path, monkeypatch):
+    run_small(tmp_path / "whole", steps=4)
+    step = H.train_step
+
+    def stopped(run, number):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(run, number)
+
+    monkeypatch.setattr(H, "train_step", stopped)
+    with pytest.raises(SystemExit) as caught:
+        run_small(tmp_path / "parts", steps=4)
+    assert caught.value.code == 143 and len(metrics_of(tmp_path / "parts")) == 2, "the step in progress is finished and saved"
+    monkeypatch.setattr(H, "train_step", step)
+    (tmp_path / "parts" / "checkpoint-3").mkdir()       # an incomplete newer one is passed over
+    run_small(tmp_path / "parts", steps=4, resume=True)
+    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "parts")
+    from safetensors.torch import load_file
+    a, b = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_what_a_run_wrote_loads_in_a_pipeline_and_the_teacher_pool_is_reused(tmp_path, monkeypatch):
+    import transformers
+    run_small(tmp_path, method="rstg", steps=1)
+    speak = transformers.pipeline("text-generation", str(tmp_path / "final"))
+    assert "generated_text" in speak("3 + 5 + 9 =", max_new_tokens=4)[0]
+    monkeypatch.setattr(H, "make_pool", lambda *a: pytest.fail("the pool of the same teacher and settings is there already"))
+    run_small(tmp_path, method="rstg", steps=1, overwrite=True)
+    with pytest.raises(H.UsageError, match="--teacher-pool"):
+        run_small(tmp_path / "other", method="rstg", seed=5, teacher_pool=str(tmp_path / "teacher_pool.json"))
+
+
+def test_training_on_the_toy_really_teaches_it(tmp_path):
+    result = run_small(tmp_path, method="rstg", steps=30, prompts_per_step=24, group_size=8, train_prompts=96, eval_problems=200)
+    before, after = (sum(right for right, _ in result[when].values()) / sum(n for _, n in result[when].values()) for when in ("before", "after"))
+    assert after > before + 0.10, f"30 steps took accuracy from {before:.2f} to {after:.2f}; expected at least 0.10 more"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 14  Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--steps 0", "--steps 0: must be >= 1"), ("--group-size 1", "--group-size 1: must be >= 2"), ("--temperature 0", "--temperature 0.0: must be > 0"),
+    ("--temperature nan", "--temperature nan: must be > 0"), ("--select-share 0", "in (0, 100]"), ("--select-share 101", "in (0, 100]"),
+    ("--lr 5e-4x", "--lr: '5e-4x' is not a number, for instance 5e-4"), ("--steps 3.5", "not a whole number"), ("--lr -1", "--lr -1.0: must be > 0"),
+    ("--no-sft False", "takes no value"), ("--stepz 3", "did you mean --steps?"), ("--method rtsg", "did you mean rstg?"), ("trian", "unexpected 'trian'"),
+    ("--method grpo --select-share 20", "--method grpo does not read it; it belongs to rstg"), ("--method opd --kl-coef 0.1", "does not read it"),
+    ("--opd-coef 0.01", "--opd-coef-floor 0.02: lies above"), ("--student nowhere", "--student nowhere: no such folder"), ("--student {empty}", "config.json is missing"),
+    ("--teacher nowhere", "--teacher nowhere"), ("--teacher=", "--method rstg needs a teacher"), ("--device cuda", "--device cuda: this machine has none"), ("--device tpu", "one of auto, cpu, cuda"),
+    ("--data nowhere.jsonl", "--data nowhere.jsonl: cannot be read"), ("--data {gold}", "line 2: answer is 'many'"), ("--data {json}", "line 2: not JSON"),
+    ("--data {short}", "leave none for"), ("--data {void}", "0 questions leave none"), ("--out {used}", "--overwrite to replace it"),
+    ("--out {empty}/file/x", "cannot be written"), ("--resume --out {empty}", "--resume: there is no run"), ("--max-new-tokens 4000", "window is 128")])
+def test_bad_input_is_one_line_that_names_flag_value_and_cure_before_a_model_loads(words, expected, tmp_path, capsys, monkeypatch):
+    files = {"empty": tmp_path / "empty", "used": tmp_path / "used"}
+    for folder in files.values():
+        folder.mkdir()
+    (tmp_path / "used" / "config.json").write_text("{}")
+    (tmp_path / "empty" / "file").write_text("")
+    good = '{"prompt": "1 + 1 =", "answer": "2"}\n'
+    for name, text in {"gold": good + '{"prompt": "2 + 2 =", "answer": "many"}', "json": good + "{prompt: 2}", "short": good, "void": ""}.items():
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text(text)
+    if "window" not in expected:        # the one mistake that only the model can tell
+        monkeypatch.setattr(H, "load_model", lambda *a: pytest.fail("a model was loaded before the mistake was found"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = H.main(words.format(**files).split())
+    except SystemExit as leaving:
+        code = leaving.code
+    printed = capsys.readouterr().err.strip()
+    assert code == 2 and len(printed.splitlines()) == 1 and expected in printed, f"expected one line with {expected!r}, got {printed!r}"
+
+
+def test_models_of_different_tokens_are_refused_naming_both(tmp_path):
+    from transformers import AutoTokenizer
+    a = AutoTokenizer.from_pretrained(STUDENT)
+    b = AutoTokenizer.from_pretrained(STUDENT)
+    H.check_same_tokens(H.Config(), a, b)
+    b.add_tokens(["new"])
+    with pytest.raises(H.UsageError, match="'new' is 120 there and None here"):
+        H.check_same_tokens(H.Config(), a, b)
+
+
+def test_questions_from_a_file_train_like_a_task(tmp_path):
+    task = toy_tasks.TASKS["chain_sum"]
+    rows = [{"prompt": task.prompt(p), "answer": f"#### {task.answer(p)}"} for s in ("train", "eval") for p in task.problems(s, 20, 0)]
+    (tmp_path / "q.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    result = run_small(tmp_path / "run", data=str(tmp_path / "q.jsonl"), steps=1, eval_problems=20)
+    assert result["after"]["all"][1] == 20
+
+
+def test_help_names_every_flag_with_its_default_and_every_method(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        H.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert leaving.value.code == 0 and all(H.flag_of(field.name) in text for field in dataclasses.fields(H.Config))
+    assert all(name in text for name in H.METHODS) and "default: 0.001" in text
+
+
+def test_importing_the_module_needs_torch_alone_and_does_nothing(tmp_path):
+    code = ("import sys\nfor name in ('transformers', 'numpy', 'tqdm', 'tokenizers', 'toy_tasks'): sys.modules[name] = None\n"
+            "import hybrid_rl, torch\nhybrid_rl.grpo_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 1), torch.ones(2, 3).bool())")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(Path(H.__file__).parent)})
+    assert done.returncode == 0 and done.stdout == "" and not list(tmp_path.iterdir()), done.stderr
+
+
+def test_an_interval_covers_its_share_as_often_as_it_says():
+    low, high = H.wilson(0, 100)
+    assert low == 0 and abs(high - 0.037) < 1e-3, "Wilson at 0 of 100 reaches 3.7 %"
+    share, n = 0.3, 50
+    covered = sum(math.comb(n, k) * share**k * (1 - share)**(n - k) for k in range(n + 1) if H.wilson(k, n)[0] <= share <= H.wilson(k, n)[1])
+    assert 0.93 < covered < 0.97
+
+
+def test_every_choice_names_a_test_that_exists():
+    source, spec = Path(H.__file__).read_text(), Path(__file__).read_text()
+    marked = re.findall(r"(?:CHOICE|DEVIATES): .*", source)
+    assert marked[1:] and all(f"def {name}(" in spec for line in source.splitlines() if re.search(r"# (CHOICE|DEVIATES):", line)
+                              for name in re.findall(r"test_\w+", line) or ["none is named"])
