@@ -7,6 +7,7 @@ Everything is float64 unless precision is the subject; "equal" then means 1e-9, 
 
 import copy
 import dataclasses
+import doctest
 import itertools
 import json
 import math
@@ -1935,7 +1936,7 @@ def test_the_score_is_the_cross_entropy_of_the_library():
 def test_generation_settings_of_a_checkpoint_do_not_reach_a_rollout():
     model = tiny("llama")
     clean = sample(model)
-    settings = dict(repetition_penalty=1.3, top_k=3, temperature=0.7, do_sample=True)
+    settings = dict(repetition_penalty=1.3, top_k=3, temperature=0.7, do_sample=True, min_p=0.3, no_repeat_ngram_size=1, suppress_tokens=[5, 9])
     model.generation_config.update(**settings)
     poisoned = sample(model)
     assert torch.equal(clean.completion_ids, poisoned.completion_ids), "a rollout samples softmax(logits / T) and nothing else"
@@ -2277,6 +2278,11 @@ def test_an_interval_covers_its_share_as_often_as_it_says():
     share, n = 0.3, 50
     covered = sum(math.comb(n, k) * share**k * (1 - share)**(n - k) for k in range(n + 1) if H.wilson(k, n)[0] <= share <= H.wilson(k, n)[1])
     assert 0.93 < covered < 0.97
+
+
+def test_what_the_readme_prints_is_what_the_code_prints():
+    failed, tried = doctest.testfile(str(Path(H.__file__).parent / "README.md"), module_relative=False)
+    assert tried > 5 and failed == 0
 
 
 def test_every_choice_names_a_test_that_exists():
