@@ -105,7 +105,7 @@ def flag_of(name: str) -> str:
 
 
 def did_you_mean(word, legal: Iterable) -> str:
-    near = difflib.get_close_matches(str(word), map(str, legal), 1)
+    near = difflib.get_close_matches(str(word), map(str, legal), 1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 
