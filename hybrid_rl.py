@@ -226,8 +226,8 @@ def same_shape(**tensors: Tensor) -> None:
 def token_logps(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """logp[b,t] = log softmax(logits[b,t] / temperature)[ids[b,t+1]]                  (B, L, V), (B, L) -> (B, L-1)
 
-    In nats.  The logits at position t predict the id at t + 1, so column t scores ids[:, t+1] and the first id has no score.
-    Raises ValueError where logits and ids differ in B or L.
+    In nats.  The logits at position t predict the id at t + 1, so column t scores ids[:, t+1] and the first id has
+    no score. Raises ValueError where logits and ids differ in B or L.
     """
     same_shape(**{"logits (without vocabulary)": logits[..., 0], "ids": ids})
     logp_all = (upcast(logits[:, :-1]) / temperature).log_softmax(dim=-1)        # (B, L-1, V)
@@ -246,8 +246,8 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def action_mask(completion_ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
     """True up to and including the first eos of each row                              (B, T), ids -> (B, T) bool
 
-    The eos is a choice of the policy and is trained; what follows it is padding.  Found from the eos and not from the pad
-    id, since the two are the same id in many tokenizers: a mask of `ids != pad` then drops every eos.
+    The eos is a choice of the policy and is trained; what follows it is padding.  Found from the eos and not from
+    the pad id, since the two are the same id in many tokenizers: a mask of `ids != pad` then drops every eos.
     """
     is_eos = torch.isin(completion_ids, torch.as_tensor(eos_ids, device=completion_ids.device))
     return is_eos.cumsum(dim=1) - is_eos.int() == 0
@@ -265,8 +265,8 @@ def token_weights(mask: Tensor, how: str, length: float | None = None, empty_row
     token_mean               1 / sum_b N_b   every token weighs the same            DAPO, arXiv:2503.14476
     seq_mean_token_sum_norm  1 / (B length)  a constant divisor                     Dr. GRPO, arXiv:2503.20783
 
-    N_b counts the true entries of row b.  B counts the rows that have any ("skip") or all rows ("count", as TRL).  Made once
-    for a whole step, before it is split: then every split into micro-batches adds up to the same gradient.
+    N_b counts the true entries of row b.  B counts the rows that have any ("skip") or all rows ("count", as TRL).
+    Made once for a whole step, before it is split: then every split into micro-batches adds up to the same gradient.
     Raises ValueError for another word, or where seq_mean_token_sum_norm gets no positive length.
     """
     if empty_rows not in ("skip", "count"):
@@ -312,11 +312,11 @@ def aggregate(terms: Tensor, mask: Tensor, how: str, length: float | None = None
 def group_advantages(rewards: Tensor, *, scale: str = "group_std", ddof: int = 0, eps: float = 1e-4, baseline: str = "mean") -> Tensor:
     """A[n,g] = (r[n,g] - mean_g r) / (std_g r + eps)                                  (N, G) -> (N, G)
 
-    DeepSeekMath, arXiv:2402.03300, which names neither ddof nor eps.  The std divides by G - ddof; eps sits outside the root.
-    scale "batch_std" takes one std over all rewards of the step, "none" divides by nothing (Dr. GRPO, arXiv:2503.20783).
-    baseline "leave_one_out" subtracts the mean of the G - 1 others (RLOO, arXiv:2402.14740).
-    A group of equal rewards has exactly 0 everywhere, in every convention and precision.  Detached.
-    Raises ValueError for G = 1 (nothing to compare with), for rewards that are not finite, and for other words.
+    DeepSeekMath, arXiv:2402.03300, which names neither ddof nor eps.  The std divides by G - ddof; eps sits outside
+    the root. scale "batch_std" takes one std over all rewards of the step, "none" divides by nothing (Dr. GRPO,
+    arXiv:2503.20783). baseline "leave_one_out" subtracts the mean of the G - 1 others (RLOO, arXiv:2402.14740). A
+    group of equal rewards has exactly 0 everywhere, in every convention and precision.  Detached. Raises ValueError
+    for G = 1 (nothing to compare with), for rewards that are not finite, and for other words.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}: need (N, G) with G 2 or more, since a group of one has nothing to compare with")
@@ -350,9 +350,9 @@ def policy_terms(logp: Tensor, logp_old: Tensor, advantages: Tensor, *, clip_low
                  dual_clip: float | None = None, ratio_level: str = "token", mask: Tensor | None = None) -> Tensor:
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A),  rho = exp(logp - logp_old)     (B, T) x3 -> (B, T)
 
-    PPO, arXiv:1707.06347; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476.  Advantages may be (B, 1).  Only logp
-    carries a gradient.  At rho = 1 the value is -A and the gradient -A grad logp: a group's terms sum to 0, their gradients do not.
-    dual_clip c bounds the term of a negative advantage by c |A| (arXiv:1912.09729).
+    PPO, arXiv:1707.06347; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476.  Advantages may be (B, 1).
+    Only logp carries a gradient.  At rho = 1 the value is -A and the gradient -A grad logp: a group's terms sum to
+    0, their gradients do not. dual_clip c bounds the term of a negative advantage by c |A| (arXiv:1912.09729).
     ratio_level "sequence" uses one rho a row, the exp of the *mean* log-ratio over mask (GSPO, arXiv:2507.18071).
     Raises ValueError where shapes differ, or where "sequence" comes without a mask.
     """
@@ -375,10 +375,10 @@ def policy_terms(logp: Tensor, logp_old: Tensor, advantages: Tensor, *, clip_low
 def kl_terms(logp: Tensor, logp_ref: Tensor, kind: str = "k3", gradient: str = "estimator") -> Tensor:
     """k1 = -d,  k2 = d^2 / 2,  k3 = e^d - d - 1,  d = logp_ref - logp                    (B, T) x2 -> (B, T)
 
-    Each estimates KL(p, ref) in value when y ~ p (Schulman 2020, "Approximating KL divergence").  What an optimizer follows is the
-    gradient, and there they differ, in expectation: k1 gives 0 (it teaches nothing), k2 gives grad KL(p, ref), k3 gives grad
-    KL(ref, p), the other direction.  gradient "ratio" multiplies by rho = p / detached p, value 1: then k1 and k3 both give grad KL(p, ref).
-    Raises ValueError for other words.
+    Each estimates KL(p, ref) in value when y ~ p (Schulman 2020, "Approximating KL divergence").  What an optimizer
+    follows is the gradient, and there they differ, in expectation: k1 gives 0 (it teaches nothing), k2 gives grad
+    KL(p, ref), k3 gives grad KL(ref, p), the other direction.  gradient "ratio" multiplies by rho = p / detached p,
+    value 1: then k1 and k3 both give grad KL(p, ref). Raises ValueError for other words.
     """
     same_shape(logp=logp, logp_ref=logp_ref)
     d = upcast(logp_ref.detach()) - upcast(logp)
@@ -393,9 +393,10 @@ def grpo_loss(logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor, 
               kl_kind: str = "k3", kl_gradient: str = "estimator", **clip) -> Tensor:
     """mean over tokens of policy_terms + kl_coef kl_terms                                    (B, T) x4 -> ()
 
-    L = (1/B) sum_b (1/N_b) sum_t [-min(rho A, clip(rho) A) + kl_coef k(p, p_ref)], DeepSeekMath, arXiv:2402.03300; `how`, `length` and
-    `empty_rows` as in token_weights, `clip` as in policy_terms.  What lies outside the mask is filled before any arithmetic, so NaN
-    there reaches neither the value nor the gradient.  Raises ValueError where kl_coef > 0 comes without logp_ref.
+    L = (1/B) sum_b (1/N_b) sum_t [-min(rho A, clip(rho) A) + kl_coef k(p, p_ref)], DeepSeekMath, arXiv:2402.03300;
+    `how`, `length` and `empty_rows` as in token_weights, `clip` as in policy_terms.  What lies outside the mask is
+    filled before any arithmetic, so NaN there reaches neither the value nor the gradient.  Raises ValueError where
+    kl_coef > 0 comes without logp_ref.
     """
     same_shape(logp=logp, logp_old=logp_old, mask=mask, advantages=_per_token(advantages, logp))
     live = [x.masked_fill(~mask, 0.0) for x in (logp, logp_old, _per_token(advantages, logp))]
@@ -416,8 +417,9 @@ def grpo_loss(logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor, 
 def opd_advantages(logp: Tensor, logp_teacher: Tensor) -> Tensor:
     """A[b,t] = log p_T(y_t) - log p_S(y_t)                                              (B, T) x2 -> (B, T)
 
-    In nats, detached.  RSTG, arXiv:2608.00782.  With y ~ p_S the mean is -KL(p_S, p_T), so it is negative on average; a token that the
-    teacher likes better than the student does is positive.  logp is that of the policy that sampled.
+    In nats, detached.  RSTG, arXiv:2608.00782.  With y ~ p_S the mean is -KL(p_S, p_T), so it is negative on
+    average; a token that the teacher likes better than the student does is positive.  logp is that of the policy
+    that sampled.
     """
     same_shape(logp=logp, logp_teacher=logp_teacher)
     return (upcast(logp_teacher) - upcast(logp)).detach()
@@ -427,9 +429,10 @@ def opd_loss(logp: Tensor, logp_teacher: Tensor, mask: Tensor, how: str = "seq_m
              **options) -> Tensor:
     """grpo_loss with A = opd_advantages(logp_old, logp_teacher)                            (B, T) x3 -> ()
 
-    logp_old defaults to logp detached: on-policy, where the value is -mean A, an estimate of KL(p_S, p_T).  In expectation over y ~ p_S, with the
-    prefix fixed and a constant divisor, the gradient is that of reverse_kl.  It is not that of the KL between whole sequences (that
-    has future terms), and a divisor that depends on the sampled length breaks it too.
+    logp_old defaults to logp detached: on-policy, where the value is -mean A, an estimate of KL(p_S, p_T).  In
+    expectation over y ~ p_S, with the prefix fixed and a constant divisor, the gradient is that of reverse_kl.  It
+    is not that of the KL between whole sequences (that has future terms), and a divisor that depends on the sampled
+    length breaks it too.
     """
     logp_old = logp.detach() if logp_old is None else logp_old
     return grpo_loss(logp, logp_old, opd_advantages(logp_old, logp_teacher), mask, how=how, **options)
@@ -449,8 +452,9 @@ def _log_softmaxes(student_logits: Tensor, teacher_logits: Tensor, temperature: 
 def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(p_S, p_T) = sum_v p_S log(p_S / p_T)                                           (B, T, V) x2 -> (B, T)
 
-    In nats; inf where the student can say what the teacher cannot.  The student's expectation: it may drop a mode, and is not to
-    say what the teacher would not.  On student rollouts: arXiv:2306.08543 (MiniLLM), stage 3 of arXiv:2605.12483.
+    In nats; inf where the student can say what the teacher cannot.  The student's expectation: it may drop a mode,
+    and is not to say what the teacher would not.  On student rollouts: arXiv:2306.08543 (MiniLLM), stage 3 of
+    arXiv:2605.12483.
     """
     logp_s, logp_t = _log_softmaxes(student_logits, teacher_logits, temperature)
     return _kl(logp_s, logp_t)
@@ -459,7 +463,8 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(p_T, p_S) = sum_v p_T log(p_T / p_S)                                           (B, T, V) x2 -> (B, T)
 
-    In nats.  The teacher's expectation: the student must cover all that the teacher says.  Residual p_S - p_T.  Stage 2 of arXiv:2605.12483.
+    In nats.  The teacher's expectation: the student must cover all that the teacher says.  Residual p_S - p_T.
+    Stage 2 of arXiv:2605.12483.
     """
     logp_s, logp_t = _log_softmaxes(student_logits, teacher_logits, temperature)
     return _kl(logp_t, logp_s)
@@ -468,8 +473,8 @@ def forward_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, teacher_share: float = 0.5, temperature: float = 1.0) -> Tensor:
     """l KL(p_T, m) + (1-l) KL(p_S, m),  m = l p_T + (1-l) p_S,  l = teacher_share      (B, T, V) x2 -> (B, T)
 
-    In nats, bounded by log 2 at l = 1/2.  GKD, arXiv:2306.13649.  Raises ValueError for l outside (0, 1): at 0 and 1 this formula is 0, while
-    libraries return a full KL there; ask forward_kl or reverse_kl by name instead.
+    In nats, bounded by log 2 at l = 1/2.  GKD, arXiv:2306.13649.  Raises ValueError for l outside (0, 1): at 0 and 1
+    this formula is 0, while libraries return a full KL there; ask forward_kl or reverse_kl by name instead.
     """
     if not 0 < teacher_share < 1:
         raise ValueError(f"teacher_share {teacher_share}: must be in (0, 1); at the ends the formula is 0, see forward_kl and reverse_kl")
@@ -534,9 +539,9 @@ def _min_max(x: Tensor, mask: Tensor) -> Tensor:
 def token_scores(entropy: Tensor, divergence: Tensor, mask: Tensor) -> Tensor:
     """s = h + d - h d, with h = min-max of entropy and d = min-max of divergence               (B, T) x3 -> (B, T)
 
-    Soft-OR of "the student is unsure" and "the teacher disagrees": symmetric, between max(h, d) and 1.  RSTG, after TIP,
-    arXiv:2604.14084.  0 outside the mask, whose entries do not enter the scaling; what is constant scales to 0.  Detached.
-    Raises ValueError where an entry under the mask is not finite.
+    Soft-OR of "the student is unsure" and "the teacher disagrees": symmetric, between max(h, d) and 1.  RSTG, after
+    TIP, arXiv:2604.14084.  0 outside the mask, whose entries do not enter the scaling; what is constant scales to 0.
+    Detached. Raises ValueError where an entry under the mask is not finite.
     """
     same_shape(entropy=entropy, divergence=divergence, mask=mask)
     if not (entropy.isfinite() & divergence.isfinite())[mask].all():
@@ -549,7 +554,8 @@ def token_scores(entropy: Tensor, divergence: Tensor, mask: Tensor) -> Tensor:
 def select_tokens(scores: Tensor, mask: Tensor, share: float = 50.0) -> Tensor:
     """The ceil(share N_b / 100) best-scored tokens of each row                                  (B, T) x2 -> (B, T) bool
 
-    share in percent, N_b the true entries of the row; ties go to the earlier token.  Raises ValueError for share outside (0, 100].
+    share in percent, N_b the true entries of the row; ties go to the earlier token.  Raises ValueError for share
+    outside (0, 100].
     """
     if not 0 < share <= 100:
         raise ValueError(f"share {share}: must be in (0, 100], in percent")
@@ -565,9 +571,10 @@ def rstg_advantages(outcomes: Tensor, advantages: Tensor, advantages_opd: Tensor
                     confidence: Tensor, *, opd_coef: float, select_share: float = 50.0) -> Tensor:
     """A[b,t] = beta omega[n] A_opd[b,t] [t selected] where group n is NEGATIVE, else A_grpo[n,g]      -> (B, T)
 
-    outcomes, advantages (N, G); advantages_opd, entropy, mask (B, T); confidence (N,); beta = opd_coef.  Selection by token_scores of the student's
-    entropy and |A_opd|, `select_share` percent of each completion.  A group that the teacher never solves (omega = 0) is silent.  0 outside the mask.
-    Tokens that are not selected stay in the denominator: mask, not the selection, goes to the loss.
+    outcomes, advantages (N, G); advantages_opd, entropy, mask (B, T); confidence (N,); beta = opd_coef.  Selection
+    by token_scores of the student's entropy and |A_opd|, `select_share` percent of each completion.  A group that
+    the teacher never solves (omega = 0) is silent.  0 outside the mask. Tokens that are not selected stay in the
+    denominator: mask, not the selection, goes to the loss.
     """
     same_shape(outcomes=outcomes, advantages=advantages)
     same_shape(advantages_opd=advantages_opd, entropy=entropy, mask=mask)
@@ -608,8 +615,9 @@ def advantage_streams(row: Method, outcomes: Tensor, advantages: Tensor, mask: T
                       select_share: float = 50.0) -> tuple[Tensor, Tensor]:
     """The reward and the distillation advantages that a method's row asks for                        -> (B, T), (B, T)
 
-    outcomes, advantages (N, G); the others as in rstg_advantages.  Their sum is the method's A.  Where only negative groups listen, A_opd *replaces*
-    A_grpo there (RSTG's gate); the two never meet at one token.  In the naive hybrids they add.
+    outcomes, advantages (N, G); the others as in rstg_advantages.  Their sum is the method's A.  Where only negative
+    groups listen, A_opd *replaces* A_grpo there (RSTG's gate); the two never meet at one token.  In the naive
+    hybrids they add.
     """
     reward = advantages.reshape(-1, 1).expand(mask.shape).masked_fill(~mask, 0.0) * row.reward
     if row.distillation != "pg":
@@ -628,8 +636,9 @@ def advantage_streams(row: Method, outcomes: Tensor, advantages: Tensor, mask: T
 def hybrid_loss(streams: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     """L = sum over streams of sum_bt weights terms                                                    {name: (terms, weights)} -> ()
 
-    reward and distillation: policy_terms or divergences, one a completion token; imitation: -logp of a trajectory's tokens.  The weights carry
-    divisor and coefficient, so a row, a token or a stream that has none adds exactly nothing, and any split of the rows adds up to the same gradient.
+    reward and distillation: policy_terms or divergences, one a completion token; imitation: -logp of a trajectory's
+    tokens.  The weights carry divisor and coefficient, so a row, a token or a stream that has none adds exactly
+    nothing, and any split of the rows adds up to the same gradient.
     """
     return sum(weighted_sum(terms, weights) for terms, weights in streams.values())
 
@@ -686,8 +695,9 @@ def score(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor
 def sampling_from(model) -> Iterator[None]:
     """Dropout off, no gradient, and none of the checkpoint's own generation settings; all as before afterwards.
 
-    A checkpoint may carry repetition_penalty, top_k, ...: generate fills whatever it is not given from there, so the ratio of the
-    first update would not be 1.  Passing one's own settings is not enough (unset ones are still filled): the config is swapped.
+    A checkpoint may carry repetition_penalty, top_k, ...: generate fills whatever it is not given from there, so the
+    ratio of the first update would not be 1.  Passing one's own settings is not enough (unset ones are still
+    filled): the config is swapped.
     """
     from transformers import GenerationConfig
 
@@ -1193,8 +1203,8 @@ def catching_signals() -> Iterator[list[int]]:
 def train(config: Config) -> dict:
     """One method on one task: measure, take `steps` steps, measure again.  Returns the evaluation, writes the run's folder.
 
-    Returns {"before": {difficulty: (right, asked)}, "after": ..., "folder": ...}; raises UsageError for what cannot be used, and
-    SystemExit(128 + signal) after the state was saved if a signal came.
+    Returns {"before": {difficulty: (right, asked)}, "after": ..., "folder": ...}; raises UsageError for what cannot
+    be used, and SystemExit(128 + signal) after the state was saved if a signal came.
     """
     from tqdm import tqdm
 
