@@ -165,6 +165,7 @@ class Config:
     kl_kind: str = knob("k3", "estimator of that KL", ("k1", "k2", "k3"), "reward")
     kl_gradient: str = knob("estimator", "differentiate the estimator itself, or the estimator times the ratio", ("estimator", "ratio"), "reward")
 
+    # CHOICE: 0.1 to 0.02 on the toy, in the paper's ratio of 5 over 80 steps.  test_training_on_the_toy_really_teaches_it
     opd_coef: float = knob(0.1, "weight of the teacher in a hybrid at step 0 (RSTG's beta; paper 5e-3)", ">= 0", "hybrid")
     opd_coef_slope: float = knob(1e-3, "what it loses each step (paper 5e-5)", ">= 0", "hybrid")
     opd_coef_floor: float = knob(0.02, "where it stops (paper 1e-3)", ">= 0", "hybrid")
@@ -583,6 +584,7 @@ def rstg_advantages(outcomes: Tensor, advantages: Tensor, advantages_opd: Tensor
     # CHOICE: a group with omega = 0 does not enter the scaling of the scores either.  test_a_silent_group_changes_no_other
     routed = negative & (omega > 0) & mask
     selected = select_tokens(token_scores(entropy, advantages_opd.abs(), routed), routed, select_share)
+    # CHOICE: a token that is not selected keeps its place in the denominator.  test_tokens_that_are_not_selected_stay_in_the_denominator
     guided = opd_coef * omega * advantages_opd.masked_fill(~selected, 0.0)
     return torch.where(negative, guided, advantages.reshape(-1, 1)).masked_fill(~mask, 0.0).detach()
 
@@ -768,6 +770,8 @@ def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
         made = rollout(teacher, tokenizer, [task.prompt(p) for p in some], config.teacher_samples, temperature=config.temperature,
                        max_new_tokens=config.max_new_tokens, micro_batch=config.micro_batch)
         outcomes = (rewards_of(task, some, texts_of(tokenizer, made)) == 1).to(made.mask.device)
+        # Finished, since a cut one would teach not to stop.
+        # CHOICE: test_the_pool_keeps_the_shortest_finished_correct_trajectory_as_it_was_sampled
         lengths = made.mask.sum(dim=1).masked_fill(made.truncated | ~outcomes.flatten(), 10**9).view_as(outcomes)
         for n, problem in enumerate(some):
             best = n * config.teacher_samples + int(lengths[n].argmin())
@@ -1072,16 +1076,19 @@ def open_folder(config: Config) -> Path:
         raise UsageError(f"--resume: there is no run in --out {config.out or '(not given)'}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if config.overwrite:
-            for old in [*folder.glob("checkpoint-*"), *folder.glob("final*")]:
-                shutil.rmtree(old)
-            for name in ("config.json", "metrics.jsonl", "evaluation.json"):
-                (folder / name).unlink(missing_ok=True)
         (folder / ".writable").write_text("")
         (folder / ".writable").unlink()
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be written ({error.strerror})") from None
     return folder
+
+
+def clear_run(folder: Path) -> None:
+    """Removes an earlier run, not its teacher pool; called once all that can be refused was refused."""
+    for old in [*folder.glob("checkpoint-*"), *folder.glob("final*")]:
+        shutil.rmtree(old)
+    for name in ("config.json", "metrics.jsonl", "evaluation.json"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_json(path: Path, value) -> None:
@@ -1209,6 +1216,8 @@ def train(config: Config) -> dict:
     from tqdm import tqdm
 
     run, folder, first = prepare(config)
+    if config.overwrite:
+        clear_run(folder)
     write_json(folder / "config.json", dataclasses.asdict(config))
     held_out = run.task.problems("eval", config.eval_problems, 0) if config.eval_problems else []
     known = json.loads((folder / "evaluation.json").read_text()) if first and (folder / "evaluation.json").exists() else {}
@@ -1316,6 +1325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"hybrid_rl.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:           # outside the steps, where nothing is there to be saved
+        print("hybrid_rl.py: interrupted", file=sys.stderr)
+        return 130
     except (FloatingPointError, OSError) as error:
         print(f"hybrid_rl.py: error: {error}", file=sys.stderr)
         return 1

@@ -2238,6 +2238,18 @@ def test_bad_input_is_one_line_that_names_flag_value_and_cure_before_a_model_loa
     assert code == 2 and len(printed.splitlines()) == 1 and expected in printed, f"expected one line with {expected!r}, got {printed!r}"
 
 
+def test_a_refused_overwrite_leaves_the_earlier_run_as_it_was(tmp_path, capsys):
+    run_small(tmp_path / "run", method="grpo", steps=1)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert H.main(["--out", str(tmp_path / "run"), "--overwrite", "--method", "grpo", "--student", str(broken)]) == 2
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert printed[-1].startswith(f"hybrid_rl.py: error: --student {broken}: does not load") and "Traceback" not in "".join(printed)
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
 def test_models_of_different_tokens_are_refused_naming_both(tmp_path):
     from transformers import AutoTokenizer
     a = AutoTokenizer.from_pretrained(STUDENT)
