@@ -165,7 +165,7 @@ class Config:
     kl_kind: str = knob("k3", "estimator of that KL", ("k1", "k2", "k3"), "reward")
     kl_gradient: str = knob("estimator", "differentiate the estimator itself, or the estimator times the ratio", ("estimator", "ratio"), "reward")
 
-    # CHOICE: 0.1 to 0.02 on the toy, in the paper's ratio of 5 over 80 steps.  test_training_on_the_toy_really_teaches_it
+    # CHOICE: 0.1 to 0.02 on the toy, 20 times the paper's.  test_the_opd_coef_of_the_toy_anneals_in_the_papers_ratio
     opd_coef: float = knob(0.1, "weight of the teacher in a hybrid at step 0 (RSTG's beta; paper 5e-3)", ">= 0", "hybrid")
     opd_coef_slope: float = knob(1e-3, "what it loses each step (paper 5e-5)", ">= 0", "hybrid")
     opd_coef_floor: float = knob(0.02, "where it stops (paper 1e-3)", ">= 0", "hybrid")

@@ -2194,6 +2194,12 @@ def test_what_a_run_wrote_loads_in_a_pipeline_and_the_teacher_pool_is_reused(tmp
         run_small(tmp_path / "other", method="rstg", seed=5, teacher_pool=str(tmp_path / "teacher_pool.json"))
 
 
+def test_the_opd_coef_of_the_toy_anneals_in_the_papers_ratio():
+    c = H.Config()
+    ours, papers = ([H.anneal(t, *x) / x[0] for t in range(120)] for x in ((c.opd_coef, c.opd_coef_slope, c.opd_coef_floor), (5e-3, 5e-5, 1e-3)))
+    assert c.opd_coef == 0.1 and all(abs(a - b) < 1e-9 for a, b in zip(ours, papers)), "20 times the paper's, the same shape"
+
+
 def test_training_on_the_toy_really_teaches_it(tmp_path):
     result = run_small(tmp_path, method="rstg", steps=30, prompts_per_step=24, group_size=8, train_prompts=96, eval_problems=200)
     before, after = (sum(right for right, _ in result[when].values()) / sum(n for _, n in result[when].values()) for when in ("before", "after"))
