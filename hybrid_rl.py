@@ -600,6 +600,215 @@ def anneal(step: int, start: float, slope: float, floor: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# 8  M3 and the cross-signal NTK.  Why can a loud reward and a quiet teacher not share a coefficient?  (arXiv:2609.34849)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def reward_residual(logits: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
+    """delta[b,t] = dLoss/dlogits = -A (e_y - p_S)                     (B, T, V), (B, T), (B, T) or (B, 1) -> (B, T, V)
+
+    At rho = 1, of policy_terms with these advantages: GRPO's, or A_opd for PG-style OPD; with A = 1 of sft_loss.
+    logits[b,t] predict ids[b,t]: aligned, where token_logps shifts.  At a temperature give logits / temperature, here
+    and below.  Detached, as all of this section.  Raises ValueError where shapes differ.
+    """
+    a = _per_token(advantages, ids)
+    same_shape(**{"logits (without vocabulary)": logits[..., 0], "ids": ids, "advantages": a})
+    p = upcast(logits.detach()).softmax(dim=-1)
+    return -a.detach().to(p.dtype)[..., None] * (torch.zeros_like(p).scatter_(-1, ids[..., None], 1.0) - p)
+
+
+def distillation_residual(student_logits: Tensor, teacher_logits: Tensor, kind: str = "forward_kl", teacher_share: float = 0.5,
+                          clip: float | None = None) -> Tensor:
+    """delta[b,t] = dDivergence/dstudent_logits                                          (B, T, V) x2 -> (B, T, V)
+
+    forward_kl  p_S - p_T           reverse_kl  p_S (log(p_S/p_T) - KL(p_S, p_T))
+    jsd         (1-l) p_S (log(p_S/m) - KL(p_S, m)),  m = l p_T + (1-l) p_S, l = teacher_share
+
+    With clip (tau, nats) the residual is 0 where generalized_jsd > clip: there min(JSD, tau) is constant.  M3's K_DR
+    and normalised residual use forward_kl, whose direction the others share near agreement (JSD_1/2 is 1/4 of it).
+    Raises ValueError for another kind.
+    """
+    logp_s, logp_t = _log_softmaxes(student_logits.detach(), teacher_logits, 1.0)
+    p_s, p_t = logp_s.exp(), logp_t.exp()
+    if kind == "forward_kl":
+        residual = p_s - p_t
+    elif kind in ("reverse_kl", "jsd"):
+        share, other = (1.0, logp_t) if kind == "reverse_kl" else (1 - teacher_share, (teacher_share * p_t + (1 - teacher_share) * p_s).log())
+        log_ratio = (logp_s - other).masked_fill(p_s == 0, 0.0)                  # what the student cannot say has no gradient
+        residual = share * p_s * (log_ratio - (p_s * log_ratio).sum(dim=-1, keepdim=True))
+    else:
+        raise ValueError(f"kind {kind!r}: must be forward_kl, reverse_kl or jsd")
+    if clip is not None:
+        residual = residual.masked_fill((generalized_jsd(student_logits.detach(), teacher_logits, teacher_share) > clip)[..., None], 0.0)
+    return residual
+
+
+def unit_residual(residual: Tensor, eps: float = 1e-6) -> Tensor:
+    """delta / (|delta| + eps), the norm over the vocabulary; a zero residual stays zero            (B, T, V) -> (B, T, V)"""
+    # CHOICE: eps 1e-6; smaller ones give float32 noise between equal models full length.  test_noise_does_not_become_a_unit_vector
+    r = upcast(residual.detach())
+    return r / (r.norm(dim=-1, keepdim=True) + eps)
+
+
+def cross_signal_ntk(residual_d: Tensor, residual_r: Tensor) -> Tensor:
+    """K_DR[b,t] = delta_D . delta_R, negative where the two signals conflict                   (B, T, V) x2 -> (B, T)
+
+    The residual form: that of a kernel J_t^T J_t = identity (see exact_cross_signal_ntk).  With delta_D = p_S - p_T it is
+    -A (sigma + eta), sigma = p_S(y) - p_T(y), eta = p_T . p_S - |p_S|^2.  Of unit residuals it is their cosine.
+    """
+    same_shape(residual_d=residual_d, residual_r=residual_r)
+    return (upcast(residual_d) * upcast(residual_r)).sum(dim=-1).detach()
+
+
+def exact_cross_signal_ntk(logits: Tensor, parameters: Sequence[Tensor], residual_d: Tensor, residual_r: Tensor,
+                           eps: float = 1e-12) -> tuple[Tensor, Tensor]:
+    """K_DR[b,t] = <J_t delta_D, J_t delta_R>, J_t = dlogits[b,t]/dparameters, and its cosine      (B, T, V) x3 -> (B, T) x2
+
+    cos phi = K_DR / (|J_t delta_D| |J_t delta_R| + eps).  logits carry their graph.  Two backward passes a position, in one
+    batch: for small models and few positions.  Positions where a residual is 0 give 0 and cost nothing.
+    """
+    same_shape(logits=logits, residual_d=residual_d, residual_r=residual_r)
+    k_dr = torch.zeros(logits.shape[:2], dtype=logits.dtype, device=logits.device)
+    cosine, live = k_dr.clone(), (residual_d.ne(0).any(dim=-1) & residual_r.ne(0).any(dim=-1)).nonzero()
+    if len(live):
+        n, (b, t) = torch.arange(len(live), device=logits.device), live.unbind(dim=1)
+        probes = torch.zeros(2, len(live), *logits.shape, dtype=logits.dtype, device=logits.device)
+        for probe, residual in zip(probes, (residual_d, residual_r)):
+            probe[n, b, t] = residual[b, t].to(logits.dtype)
+        pulled = torch.autograd.grad(logits, parameters, probes.flatten(0, 1), retain_graph=True, is_grads_batched=True, allow_unused=True)
+        h_d, h_r = torch.cat([g.flatten(1) for g in pulled if g is not None], dim=1).view(2, len(live), -1)
+        k_dr[b, t] = (h_d * h_r).sum(dim=1)
+        cosine[b, t] = k_dr[b, t] / (h_d.norm(dim=1) * h_r.norm(dim=1) + eps)
+    return k_dr, cosine
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} {value}: must be in [0, 1], a fraction")
+    return value
+
+
+def select_gate(k_dr: Tensor, max_share: float = 0.5) -> Tensor:
+    """alpha[b,t] = alpha_max [K_DR >= 0], the teacher's share at a token                              (B, T) -> (B, T)
+
+    M3-Select.  With the exact K_DR, <h_H, h_R> >= (1 - alpha_max) |h_R|^2 at every position: the joint step never works against
+    the reward.  With the residual form it can.  A token where the teacher is silent (K_DR = 0) still gives it its share.
+    """
+    return _share("max_share", max_share) * (k_dr.detach() >= 0).to(upcast(k_dr).dtype)
+
+
+def soft_gate(cosine: Tensor, max_share: float = 0.5, sharpness: float = 1.0) -> Tensor:
+    """alpha[b,t] = alpha_max sigmoid(beta cos phi)                                                    (B, T) -> (B, T)
+
+    M3-Soft, beta = sharpness.  beta to infinity is select_gate but at a cosine of exactly 0, where this is half of it.
+    """
+    return _share("max_share", max_share) * (sharpness * upcast(cosine.detach())).sigmoid()
+
+
+def m3_residual(residual_d: Tensor, residual_r: Tensor, gate: Tensor, eps: float = 1e-6) -> Tensor:
+    """alpha unit(delta_D) + (1 - alpha) unit(delta_R)                             (B, T, V) x2, (B, T) -> (B, T, V)
+
+    Normalise, then gate: rescaling a signal changes nothing (up to eps), so neither can drown the other.
+    """
+    same_shape(residual_d=residual_d, residual_r=residual_r)
+    same_shape(**{"residual (without vocabulary)": residual_d[..., 0], "gate": gate})
+    alpha = gate.detach()[..., None]
+    return alpha * unit_residual(residual_d, eps) + (1 - alpha) * unit_residual(residual_r, eps)
+
+
+def residual_terms(logits: Tensor, residual: Tensor) -> Tensor:
+    """delta . z, whose gradient with respect to the logits z is delta                             (B, T, V) x2 -> (B, T)
+
+    Weighted and summed, one backward pass makes sum_t w_t J_t delta_t of it.  Its value means nothing.  A logit of -inf adds 0.
+    """
+    same_shape(logits=logits, residual=residual)
+    return (upcast(logits).masked_fill(logits == -torch.inf, 0.0) * residual.detach()).sum(dim=-1)
+
+
+def gradient_geometry(grad_r: Tensor, grad_d: Tensor) -> tuple[Tensor, Tensor]:
+    """kappa = |g_R| / |g_D|,  cos phi = <g_D, g_R> / (|g_D| |g_R|), of two flat gradients              (P,) x2 -> (), ()
+
+    A zero gradient has no angle: cos phi is 0 there, and kappa is 0, inf, or (both zero) NaN.
+    """
+    same_shape(grad_r=grad_r, grad_d=grad_d)
+    r, d = upcast(grad_r).norm(), upcast(grad_d).norm()
+    return r / d, torch.where(r * d > 0, upcast(grad_r) @ upcast(grad_d) / (r * d), 0.0)
+
+
+def drowning_threshold(kappa: float | Tensor, share: float) -> Tensor:
+    """-alpha / ((1 - alpha) kappa): below this cos phi a small gradient step on (1-alpha) L_R + alpha L_D raises L_D        () -> ()
+
+    dL_D is proportional to -[alpha + (1-alpha) kappa cos phi]: the louder the reward, the milder a conflict suffices.
+    """
+    return -_share("share", share) / ((1 - share) * torch.as_tensor(kappa))
+
+
+def conflict_rate(k_dr: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Share of tokens with K_DR < 0, of all under the mask, and of those with K_DR other than 0            (B, T) x2 -> (), ()
+
+    NaN where there is no such token.
+    """
+    # CHOICE: both shares; a zero advantage or a clipped teacher is no conflict.  test_silent_tokens_are_counted_once_and_left_out_once
+    same_shape(k_dr=k_dr, mask=mask)
+    conflicts, scored = ((k_dr < 0) & mask).sum(), ((k_dr != 0) & mask).sum()
+    return conflicts / mask.sum(), conflicts / scored
+
+
+def ema(average: float | None, value: float, decay: float = 0.99) -> float | None:
+    """decay average + (1 - decay) value; starts at the first value that is not 0 and passes over zeros
+
+    M3's scale s, with value = |g_R| before normalisation.  Raises ValueError for a decay outside [0, 1].
+    """
+    # CHOICE: decay 0.99, steps without reward gradient do not count.  test_the_scale_starts_at_the_first_step_with_a_reward_gradient
+    if not value:
+        return average
+    return value if average is None else _share("decay", decay) * average + (1 - decay) * value
+
+
+def gradnorm_step(share: float, norm_r: float, norm_d: float, rate: float = 0.025) -> float:
+    """One step of alpha towards alpha |g_D| = (1 - alpha) |g_R|, that is alpha = kappa / (1 + kappa)
+
+    GradNorm, arXiv:1711.02257: descent on sum_i |w_i |g_i| - mean|, then the weights are rescaled to sum 1.  Unchanged where a
+    norm is 0.  Kept in [0.001, 0.999].
+    """
+    # CHOICE: no loss ratios (GRPO's loss is 0), norms in units of their mean.  test_gradnorm_settles_where_the_two_norms_are_equal
+    if not norm_r or not norm_d:
+        return share
+    d, r = (norm / ((norm_d + norm_r) / 2) for norm in (norm_d, norm_r))
+    louder = math.copysign(1.0, share * d - (1 - share) * r)
+    weight_d, weight_r = share - rate * d * louder, 1 - share + rate * r * louder
+    return min(0.999, max(0.001, weight_d / (weight_d + weight_r)))
+
+
+def pcgrad(grad_r: Tensor, grad_d: Tensor) -> tuple[Tensor, Tensor]:
+    """Each gradient without its component against the other, where they conflict                     (P,) x2 -> (P,) x2
+
+    Symmetric PCGrad, arXiv:2001.06782: g_R - <g_R, g_D> / |g_D|^2 g_D and the reverse.  Both shrink by the sine of their
+    angle, so kappa is what it was: a louder reward stays louder.
+    """
+    same_shape(grad_r=grad_r, grad_d=grad_d)
+    r, d = upcast(grad_r.detach()), upcast(grad_d.detach())
+    dot = (r @ d).clamp(max=0.0)
+    part = lambda of: torch.where(dot < 0, dot / of.square().sum(), 0.0) * of
+    return r - part(d), d - part(r)
+
+
+def collapsed(rewards: Sequence[float], below: float = 0.05, steps: int = 10) -> bool:
+    """Did the mean reward stay under `below` for `steps` steps in a row?  The paper's criterion."""
+    run = 0
+    for reward in rewards:
+        run = run + 1 if reward < below else 0
+        if run == steps:
+            return True
+    return False
+
+
+def strategy_for(kappa: float) -> str:
+    """The paper's rule of thumb for a mean kappa of ten steps of the naive mix; its authors call it a heuristic"""
+    return "m3-select" if kappa > 5000 else "m3-soft" if kappa > 1000 else "hybrid"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # 9  The hybrid objective.  How do reward, distillation and imitation become one loss?
 # ---------------------------------------------------------------------------------------------------------------------
 
