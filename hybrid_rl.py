@@ -1252,7 +1252,7 @@ def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None)
         if pushed or join == "sum":
             hybrid_loss({"m3": pushed} if pushed else {name: (mix.get(name, 1.0) * terms, w) for name, (terms, w) in streams.items()}).backward()
         for name, stream in streams.items():
-            losses[name] = losses.get(name, 0.0) + mix.get(name, 1.0) * weighted_sum(*stream).item()
+            losses[name] = losses.get(name, 0.0) + weighted_sum(*stream).item()
         for name, values in tokens.items():
             seen.setdefault(name, []).append(values)
     return losses, {name: torch.cat(values) for name, values in seen.items()}, apart
@@ -1303,8 +1303,8 @@ def look_ahead(run: Run, batch: Rollouts, signals: Signals) -> None:
             p.copy_(old)
 
 
-def geometry(run: Run, batch: Rollouts, signals: Signals, seen: dict, apart: dict, opd_coef: float) -> dict:
-    """What --diagnose logs; null where a signal is silent.  Of the two losses before any coefficient
+def geometry(run: Run, signals: Signals, seen: dict, apart: dict, opd_coef: float) -> dict:
+    """The two signals of an update, before any coefficient, and how they stand to each other; null where one is silent
 
     drowning: to first order this update raises L_D, <g_D, g> < 0, g the gradient that is descended.  For the naive mix
     that is the same as cos_phi < drowning_threshold(kappa, share).
@@ -1315,6 +1315,8 @@ def geometry(run: Run, batch: Rollouts, signals: Signals, seen: dict, apart: dic
         k_dr, mask = (signals.reward * signals.distillation)[mask], mask[mask]
     over_all, over_scored = conflict_rate(k_dr[None], torch.ones_like(k_dr, dtype=torch.bool)[None])
     logs = {"conflict_rate": number(over_all), "conflict_rate_scored": number(over_scored)}
+    if "gate" in seen:
+        logs |= {"gate_mean": number(seen["gate"].mean()), "scale": run.memory.get("scale")}
     if "k_exact" in seen:
         scored = seen["k_exact"] != 0
         logs["kernel_agreement"] = number((seen["k_exact"].sign() == seen["k_dr"].sign())[scored].float().mean())
@@ -1350,51 +1352,65 @@ def imitate(run: Run, prompts: list[str], all_prompts: int, coef: float) -> floa
     return value
 
 
+def descend(run: Run, batch: Rollouts | None, signals: Signals | None, imitated: list[str], all_prompts: int, opd_coef: float) -> dict:
+    """One optimizer update: accumulate, join, look ahead, move.  Returns what there is to log of it"""
+    config, row, model = run.config, run.config.row, run.student
+    mixed = bool(row.reward and row.distillation == "jsd")
+    share = run.memory.get("teacher_share", config.max_teacher_share if row.m3 else config.teacher_share) if mixed else None
+    run.optimizer.zero_grad(set_to_none=True)
+    losses, seen, apart = accumulate(run, batch, signals, share) if batch is not None else ({}, {}, {})
+    losses["imitation"] = imitate(run, imitated, all_prompts, opd_coef)
+    join_gradients(run, share, apart)
+    if row.join == "eg":
+        look_ahead(run, batch, signals)
+    logs = geometry(run, signals, seen, apart, opd_coef) if config.diagnose or row.m3 else {}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient is {norm}; a smaller --lr is the usual cure, and the last checkpoint is intact")
+    # CHOICE: a step without any signal leaves the weights alone, momentum included.  test_a_step_without_signal_moves_nothing
+    if any(p.grad is not None for p in model.parameters()):
+        run.optimizer.step()
+    if mixed:
+        logs |= {"distillation_loss": losses.get("distillation", 0.0), "teacher_share": share}
+        if config.diagnose:
+            logs["distillation_change"] = distillation_value(run, batch, signals) - logs["distillation_loss"]
+    loss = sum(value * {"reward": 1 - share, "distillation": share}[name] for name, value in losses.items() if value) if mixed else sum(losses.values())
+    return logs | {"loss": loss, "grad_norm": norm, "entropy": seen["entropy"].mean().item() if seen else None}
+
+
+def group_logs(batch: Rollouts, rewards: Tensor) -> dict:
+    """What a metrics line says of a step's completions"""
+    routes = route_groups((rewards == 1).int())
+    share = lambda route: (routes == route).float().mean().item()
+    return {"reward_mean": rewards.mean().item(), "negative_share": share(NEGATIVE), "mixed_share": share(MIXED), "positive_share": share(POSITIVE),
+            "completion_length": batch.mask.sum(dim=1).float().mean().item(), "truncated_share": batch.truncated.float().mean().item()}
+
+
 def train_step(run: Run, step: int) -> dict:
-    """One optimizer step, seven lines of method: sample, judge, route, listen, weigh, accumulate, move.  Returns the metrics."""
+    """One step, seven lines of method: sample, judge, route, listen, weigh, accumulate, move.  Returns the metrics."""
     config, row, began = run.config, run.config.row, time.perf_counter()
     torch.manual_seed(config.seed * 1_000_003 + step)       # from the step alone: a resumed run samples what the other would have
     problems = step_problems(run.problems, step, config.prompts_per_step, config.seed)
     prompts = [run.task.prompt(p) for p in problems]
     batch, rewards = collect(run, problems)
-    original = METHODS[config.method]
-    hybrid, mixed = (original.reward and original.distillation == kind for kind in ("pg", "jsd"))
+    hybrid = config.method in users_of(Config.__dataclass_fields__["opd_coef"])
     opd_coef = anneal(step, config.opd_coef, config.opd_coef_slope, config.opd_coef_floor) if hybrid else 1.0
-    share = run.memory.get("teacher_share", config.max_teacher_share if row.m3 else config.teacher_share) if mixed else None
     logs = {"step": step} | dict.fromkeys(("reward_mean", "negative_share", "mixed_share", "positive_share", "completion_length", "truncated_share"))
-    imitated = prompts if row.imitation == "all" else []
+    imitated, signals = prompts if row.imitation == "all" else [], None
     if batch is not None:
-        routes = route_groups((rewards == 1).int())
+        logs |= group_logs(batch, rewards)
         if row.imitation == "negative":
-            imitated = [p for p, route in zip(prompts, routes.tolist()) if route == NEGATIVE]
+            imitated = [p for p, route in zip(prompts, route_groups((rewards == 1).int()).tolist()) if route == NEGATIVE]
         confidence = torch.tensor([run.pool[p]["confidence"] if run.pool else 1.0 for p in prompts], device=rewards.device)
         signals, heard = listen(run, batch, rewards, confidence, opd_coef)
-        logs |= {"reward_mean": rewards.mean().item(), "negative_share": (routes == NEGATIVE).float().mean().item(),
-                 "mixed_share": (routes == MIXED).float().mean().item(), "positive_share": (routes == POSITIVE).float().mean().item(),
-                 "completion_length": batch.mask.sum(dim=1).float().mean().item(), "truncated_share": batch.truncated.float().mean().item()}
         logs |= (heard if row.distillation else {}) | ({"opd_coef": opd_coef} if hybrid else {})
         if config.exact_gate:
             signals.kernel = exact_kernel(run, batch, signals)
-    for _ in range(config.updates):
-        run.optimizer.zero_grad(set_to_none=True)
-        losses, seen, apart = accumulate(run, batch, signals, share) if batch is not None else ({}, {}, {})
-        losses["imitation"] = imitate(run, imitated, len(prompts), opd_coef)
-        join_gradients(run, share, apart)
-        if row.join == "eg":
-            look_ahead(run, batch, signals)
-        if config.diagnose or row.m3:
-            logs |= geometry(run, batch, signals, seen, apart, opd_coef)
-        norm = torch.nn.utils.clip_grad_norm_(run.student.parameters(), config.max_grad_norm).item()
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"step {step}: the gradient is {norm}; a smaller --lr is the usual cure, and the last checkpoint is intact")
-        # CHOICE: a step without any signal leaves the weights alone, momentum included.  test_a_step_without_signal_moves_nothing
-        if any(p.grad is not None for p in run.student.parameters()):
-            run.optimizer.step()
-    logs |= {"loss": sum(losses.values()), "grad_norm": norm, "entropy": seen["entropy"].mean().item() if seen else None}
-    if mixed:
-        logs |= {"distillation_loss": losses.get("distillation", 0.0) / share if share else None, "teacher_share": share}
-        logs |= {"gate_mean": seen["gate"].mean().item(), "scale": run.memory.get("scale")} if row.m3 else {}
-        logs |= {"distillation_change": distillation_value(run, batch, signals) - logs["distillation_loss"]} if config.diagnose and share else {}
+    try:
+        for _ in range(config.updates):
+            logs |= descend(run, batch, signals, imitated, len(prompts), opd_coef)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"step {step}: {error}") from None
     return logs | {"seconds": round(time.perf_counter() - began, 4)}
 
 
@@ -1659,6 +1675,17 @@ def results_table(result: dict) -> str:
     return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {cell(*b):>22}  {cell(*a):>22}" for level, b, a in rows])
 
 
+def probe_report(folder: Path) -> str:
+    """The mean kappa of a probe, and what the rule of thumb makes of it"""
+    kappas = [line["kappa"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["kappa"]]
+    if not kappas:
+        return "No step had a reward gradient (no mixed group), so kappa has no value; easier prompts or a larger --group-size would give one."
+    mean = sum(kappas) / len(kappas)
+    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
+            f"rule of thumb (over 5000 m3-select, over 1000 m3-soft, else hybrid is enough): {strategy_for(mean)}\n"
+            "A heuristic of the paper's authors, found on other models and tasks: try the alternatives before you rely on it.")
+
+
 def number(kind: type) -> Callable[[str], float]:
     """A parser of a flag's value whose complaint says what a number looks like"""
     def parse(text: str):
@@ -1712,6 +1739,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = words[1:]
     try:
         given = vars(build_parser().parse_args(words))
+        if given.get("probe"):
+            if "steps" in given:
+                raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one out")
+            given = {"method": "hybrid", "eval_problems": 0, "save_every": 0} | given | {"steps": given["probe"], "diagnose": True}
         config = Config(**given)
         result = train(config)
     except UsageError as error:
@@ -1726,6 +1757,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.plot:
         from toy_tasks.plot import plot_run
         plot_run(Path(result["folder"]), config.plot)
+    if config.probe:
+        print(f"\n{probe_report(Path(result['folder']))}")
     if result["after"]:
         print(f"\n{config.method} on {result['run'].task.name}, {config.steps} steps, held-out problems, temperature {config.temperature:g}, 95 % intervals\n")
         print(results_table(result))
