@@ -1167,14 +1167,14 @@ def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor,
 
 
 def exact_kernel(run: Run, batch: Rollouts, signals: Signals) -> Tensor:
-    """Exact K_DR and its cosine of every token, row by row; 0 where there is no advantage                    -> (2, B, T)"""
+    """Exact K_DR and its cosine of every token's unit residuals, row by row; 0 where there is no advantage    -> (2, B, T)"""
     parameters = [p for p in run.student.parameters() if p.requires_grad]
-    kernel = torch.zeros(2, *batch.mask.shape, device=batch.mask.device)
+    kernel = torch.zeros(2, *batch.mask.shape, dtype=run.student.dtype, device=batch.mask.device)
     for b in (signals.reward != 0).any(dim=1).nonzero():
         student, teacher = aligned_logits(run, batch, b)
         cut = lambda x: x[b, :student.shape[1]]
         pair = two_residuals(run.config, student, teacher, cut(batch.completion_ids), cut(signals.reward), cut(signals.weights) != 0)
-        kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, parameters, *pair))
+        kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, parameters, *map(unit_residual, pair)))
     return kernel
 
 

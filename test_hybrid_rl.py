@@ -2034,7 +2034,9 @@ def close(a, b, tolerance=2e-5):
 
 
 EVERY = [("rstg", {}), ("rstg", {"updates": 2}), ("grpo", {"kl_coef": 0.1}), ("grpo+opd", {"aggregation": "token_mean"}), ("grpo+opd-failed", {}),
-         ("opd", {"aggregation": "seq_mean_token_sum_norm"}), ("reverse-kl", {}), ("jsd", {}), ("forward-kl", {}), ("sft", {})]
+         ("opd", {"aggregation": "seq_mean_token_sum_norm"}), ("reverse-kl", {}), ("jsd", {}), ("forward-kl", {}), ("sft", {}),
+         ("hybrid", {}), ("gradnorm", {}), ("pcgrad", {"diagnose": True}), ("m3-select", {}), ("m3-soft", {"aggregation": "token_mean"}),
+         ("m3-eg", {"lookahead_lr": 0.5})]
 
 
 @pytest.mark.parametrize("method, settings", EVERY, ids=lambda x: str(x))
@@ -2134,6 +2136,228 @@ def test_the_pool_keeps_the_shortest_finished_correct_trajectory_as_it_was_sampl
     pool = H.make_pool(None, Numbers(), task, [0, 1], H.Config(teacher_samples=4))
     assert pool["0"] == {"confidence": 0.75, "trajectory": [9, 6, 2]}, "mean@4 counts the truncated one, the trajectory may not be it"
     assert pool["1"] == {"confidence": 0.0, "trajectory": None}
+
+
+# Reward and divergence together (M3's family)
+
+
+def double_run(**settings):
+    """In float32 a token on which both models are sure leaves 1 - p_S and 1 - p_T only rounding, and normalising blows it up"""
+    run = make_run(**settings)
+    run.student.double(), run.teacher.double()
+    return run
+
+
+def sampled(run):
+    """What train_step samples at step 0, and the signals it makes of it"""
+    torch.manual_seed(0)
+    problems = H.step_problems(run.problems, 0, run.config.prompts_per_step, 0)
+    batch, rewards = H.collect(run, problems)
+    return batch, H.listen(run, batch, rewards, torch.ones(len(problems)), 1.0)[0]
+
+
+def positions(run, batch, signals):
+    """Row by row without padding: (student logits with a graph, teacher logits, sampled ids, advantage, weight of each of its tokens)"""
+    rows = len(batch.mask)
+    for b in range(rows):
+        prompt, ids = batch.prompt_ids[b][batch.prompt_mask[b].bool()], batch.completion_ids[b][batch.mask[b]]
+        z, teacher = (model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1:-1] for model in (run.student, run.teacher))
+        yield z, teacher.detach(), ids, signals.reward[b, 0].item(), 1 / (rows * len(ids))
+
+
+def pull(run, z, direction):
+    found = torch.autograd.grad(z, list(run.student.parameters()), direction, retain_graph=True, allow_unused=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(found, run.student.parameters())])
+
+
+def by_hand(run, batch, signals, coefficients):
+    """(1/N) sum_n J_n [a unit_D + b unit_R] with two backward passes a token, from the paper's formulas; a, b of K_DR and the exact one"""
+    total = 0.0
+    for z, zt, ids, a, weight in positions(run, batch, signals):
+        for t, y in enumerate(ids):
+            p, q = z[t].detach().softmax(0), zt[t].softmax(0)
+            m = (p + q) / 2
+            near = ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2 <= 0.05
+            d, r = (p - q) * near, -a * (F.one_hot(y, len(p)) - p)
+            unit_d, unit_r = (x / (x.norm() + 1e-6) for x in (d, r))
+            at = lambda direction: pull(run, z, torch.zeros_like(z).index_put((torch.tensor(t),), direction))
+            h_d, h_r = at(unit_d), at(unit_r)
+            a_d, a_r = coefficients(unit_d @ unit_r, h_d @ h_r)
+            total = total + weight * (a_d * h_d + a_r * h_r)
+    return total
+
+
+def select(k, exact):
+    return (0.5, 0.5) if k >= 0 else (0.0, 1.0)
+
+
+def soft(k, exact, most=0.5, sharpness=1.0):
+    alpha = most / (1 + math.exp(-sharpness * k))
+    return alpha, 1 - alpha
+
+
+@pytest.mark.parametrize("method, settings, coefficients", [
+    ("m3-select", {}, select), ("m3-soft", {}, soft),
+    ("m3-soft", {"gate_sharpness": 4.0, "max_teacher_share": 0.2}, lambda k, exact: soft(k, exact, 0.2, 4.0)),
+    ("m3-select", {"exact_gate": True}, lambda k, exact: select(exact, k))], ids=["select", "soft", "sharp", "exact"])
+def test_m3_is_the_gated_sum_of_unit_residuals_scaled_by_the_reward_gradients_norm(method, settings, coefficients):
+    run = double_run(method=method, **settings)
+    batch, signals = sampled(run)
+    expected, reward = by_hand(run, batch, signals, coefficients), gradient(double_run(method="grpo"))[0]
+    found, metrics = gradient(run)
+    assert abs(metrics["scale"] - reward.norm().item()) < 1e-5 and close(found, metrics["scale"] * expected, 1e-4)
+
+
+def test_the_gate_follows_the_kernel_it_is_given():
+    run = double_run(method="m3-select", exact_gate=True)
+    batch, signals = sampled(run)
+    kernel = H.exact_kernel(run, batch, signals)
+    disagree = 0
+    for b, (z, zt, ids, a, _) in enumerate(positions(run, batch, signals)):
+        pair = H.two_residuals(run.config, z[None], zt[None], ids[None], torch.full((1, len(ids)), a), torch.ones(1, len(ids), dtype=torch.bool))
+        for t in range(len(ids)):
+            h_d, h_r = (pull(run, z, torch.zeros_like(z).index_put((torch.tensor(t),), x[0, t] / (x[0, t].norm() + 1e-6))) for x in pair)
+            assert abs(kernel[0, b, t] - h_d @ h_r) <= 1e-4 * (h_d.norm() * h_r.norm()) + 1e-9
+            assert abs(kernel[1, b, t] - F.cosine_similarity(h_d, h_r, dim=0, eps=1e-12)) < 1e-3
+            disagree += int(((h_d @ h_r) * (pair[0][0, t] @ pair[1][0, t])) < 0)
+    scored = kernel[0] != 0
+    assert abs(gradient(run)[1]["kernel_agreement"] - (1 - disagree / scored.sum().item())) < 1e-6
+    for given in (kernel, -kernel):
+        signals.kernel = given
+        closed = (H.accumulate(run, batch, signals, 0.5)[1]["gate"] == 0).sum()
+        assert closed == (given[0] < 0).sum() > 0
+
+
+def test_the_naive_mix_is_the_weighted_sum_of_its_two_losses():
+    run = double_run(method="hybrid", teacher_share=0.3)
+    batch, signals = sampled(run)
+    loss = 0.0
+    for z, zt, ids, a, weight in positions(run, batch, signals):
+        p, q = z.softmax(-1), zt.softmax(-1)
+        jsd = ((p * (2 * p / (p + q)).log()).sum(-1) + (q * (2 * q / (p + q)).log()).sum(-1)) / 2
+        loss = loss + weight * (0.7 * -a * z.log_softmax(-1).gather(1, ids[:, None])[:, 0] + 0.3 * torch.where(jsd > 0.05, 0.05, jsd)).sum()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(run.student.parameters()), materialize_grads=True)])
+    assert close(gradient(run)[0], expected, 1e-4)
+    assert close(gradient(double_run(method="hybrid", teacher_share=0.0))[0], gradient(double_run(method="grpo"))[0], 1e-5)
+
+
+def test_gradnorm_and_pcgrad_join_the_same_two_gradients():
+    reward = gradient(double_run(method="grpo"))[0]
+    distilled = 2 * gradient(double_run(method="hybrid"))[0] - reward
+    assert reward @ distilled != 0 and not close(reward, distilled, 0.1)
+    run = double_run(method="gradnorm")
+    assert close(gradient(run)[0], (reward + distilled) / 2, 1e-4), "starts at the share given"
+    assert run.memory["teacher_share"] == pytest.approx(H.gradnorm_step(0.5, reward.norm().item(), distilled.norm().item()), abs=1e-5)
+    assert close(gradient(double_run(method="pcgrad"))[0], sum(H.pcgrad(reward, distilled)) / 2, 1e-3)
+
+
+def test_eg_restores_parameters_and_optimizer_bit_for_bit_before_its_step():
+    run = double_run(method="m3-eg", lookahead_lr=0.5)
+    H.train_step(run, 0)        # builds momentum, so that there is an optimizer state to restore
+    before = [p.clone() for p in run.student.parameters()], copy.deepcopy(run.optimizer.state_dict())
+    step, seen = run.optimizer.step, []
+
+    def watched():
+        seen.append(all(torch.equal(p, q) for p, q in zip(run.student.parameters(), before[0]))
+                    and str(run.optimizer.state_dict()) == str(before[1]))
+        step()
+
+    run.optimizer.step = watched
+    H.train_step(run, 1)
+    assert seen == [True] and not all(torch.equal(p, q) for p, q in zip(run.student.parameters(), before[0]))
+
+
+def test_eg_looks_ahead_by_a_plain_step():
+    run = double_run(method="m3-eg", lookahead_lr=0.5)
+    batch, signals = sampled(run)
+    gated_teacher = by_hand(run, batch, signals, lambda k, exact: (select(k, exact)[0], 0.0))
+    here = by_hand(run, batch, signals, lambda k, exact: (0.0, 1.0))
+    ahead = double_run(method="m3-eg", student=copy.deepcopy(run.student))
+    torch.nn.utils.vector_to_parameters(
+        torch.nn.utils.parameters_to_vector(ahead.student.parameters()).detach() - 0.5 * gated_teacher, ahead.student.parameters())
+    expected = by_hand(ahead, batch, signals, lambda k, exact: (0.0, 1.0))
+    found = gradient(run)[0]
+    assert close(found, expected, 1e-3) and not close(found, here, 1e-2), "the normalised reward's gradient, at the look-ahead"
+
+
+def test_before_the_first_reward_the_scale_is_one():
+    run = double_run(rewards=((0, 0, 0, 0),) * 4, method="m3-soft")
+    batch, signals = sampled(run)
+    expected = by_hand(run, batch, signals, soft)
+    found, metrics = gradient(run)
+    assert metrics["scale"] is None and close(found, expected, 1e-5) and found.norm() > 0
+
+
+def test_with_the_teacher_equal_to_the_student_m3_is_the_reward_times_what_the_gate_leaves():
+    for method, left in (("m3-select", 0.5), ("m3-soft", 0.75)):
+        run = double_run(method=method)
+        run.teacher = copy.deepcopy(run.student)
+        alone = double_run(method=method, max_teacher_share=0.0)
+        alone.teacher = copy.deepcopy(run.student)
+        assert close(gradient(run)[0], left * gradient(alone)[0], 2e-3)
+
+
+def test_a_group_of_equal_rewards_leaves_the_teachers_part_alone():
+    run = double_run(rewards=((1, 1, 1, 1), (0, 0, 0, 0)), confidence=(1.0, 1.0), method="m3-select")
+    batch, signals = sampled(run)
+    expected = by_hand(run, batch, signals, lambda k, exact: (0.5, 0.0))
+    assert expected.norm() > 0 and close(gradient(run)[0], expected, 1e-5)
+
+
+@pytest.mark.parametrize("method", ["hybrid", "gradnorm", "pcgrad", "m3-select", "m3-soft", "m3-eg", "grpo+opd", "rstg"])
+def test_diagnosing_changes_no_gradient(method):
+    plain, looked = gradient(make_run(method=method)), gradient(make_run(method=method, diagnose=True))
+    assert torch.equal(plain[0], looked[0]) and {"kappa", "cos_phi", "conflict_rate", "drowning"} <= set(looked[1])
+    assert "kappa" not in plain[1], "what nobody asked for costs nothing"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.01, 0.99])
+def test_the_diagnosis_is_that_of_the_two_gradients(share):
+    reward, mix = gradient(make_run(method="grpo"))[0], gradient(make_run(method="hybrid", teacher_share=share, diagnose=True))
+    distilled = (gradient(make_run(method="hybrid"))[0] - reward / 2) * 2
+    kappa, cos_phi = (reward.norm() / distilled.norm()).item(), F.cosine_similarity(reward, distilled, dim=0).item()
+    assert mix[1]["kappa"] == pytest.approx(kappa, rel=1e-4) and mix[1]["cos_phi"] == pytest.approx(cos_phi, abs=1e-4)
+    assert mix[1]["drowning"] == (cos_phi < -share / ((1 - share) * kappa)), "of the naive mix the inequality decides"
+
+
+def test_drowning_is_seen_where_the_reward_opposes_the_teacher():
+    run = make_run(method="hybrid", teacher_share=0.001, diagnose=True)
+    batch, signals = sampled(run)
+    opposed = [pull(run, z, weight * (zt.softmax(-1) - z.softmax(-1)).detach()) for z, zt, _, _, weight in positions(run, batch, signals)]
+    apart = {"reward": sum(opposed), "distillation": -sum(opposed)}
+    H.set_gradient(run.student, apart["reward"])
+    logs = H.geometry(run, signals, {"k_dr": torch.tensor([-1.0])}, apart, 1.0)
+    assert logs["drowning"] and logs["kappa"] == pytest.approx(1, abs=1e-4) and logs["cos_phi"] == pytest.approx(-1, abs=1e-4) and logs["conflict_rate"] == 1
+
+
+def test_in_a_sampled_token_hybrid_conflict_is_opposite_advantages():
+    run = make_run(method="grpo+opd", diagnose=True)
+    batch, signals = sampled(run)
+    against = (signals.reward * signals.distillation < 0) & batch.mask
+    assert gradient(run)[1]["conflict_rate"] == pytest.approx(against.sum().item() / batch.mask.sum().item()) and against.any()
+
+
+def test_the_logged_change_of_the_distillation_loss_is_the_one_that_the_step_made():
+    run = make_run(method="hybrid", diagnose=True, lr=0.01)
+    batch, signals = sampled(run)
+
+    def value():
+        total = 0.0
+        for z, zt, _, _, weight in positions(run, batch, signals):
+            p, q = z.detach().softmax(-1), zt.softmax(-1)
+            total += weight * (((p * (2 * p / (p + q)).log()).sum(-1) + (q * (2 * q / (p + q)).log()).sum(-1)) / 2).clamp(max=0.05).sum().item()
+        return total
+
+    before, metrics = value(), H.train_step(run, 0)
+    assert metrics["distillation_loss"] == pytest.approx(before, abs=1e-6)
+    assert metrics["distillation_change"] == pytest.approx(value() - before, abs=1e-6) and abs(value() - before) > 1e-5
+
+
+def test_m3_keeps_the_stated_defaults():
+    c = H.Config(method="m3-soft")
+    assert (c.max_teacher_share, c.gate_sharpness, c.divergence_clip, c.scale_decay) == (0.5, 1.0, 0.05, 0.99)
+    with pytest.raises(H.UsageError, match="does not read it"):         # it has no ratio, so a second update would be off-policy
+        H.Config(method="m3-soft", updates=2)
 
 
 def run_small(folder, **settings):
