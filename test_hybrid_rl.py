@@ -2385,8 +2385,9 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
     assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b") != metrics_of(tmp_path / "c")
 
 
-def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights_bit_for_bit(tmp_path, monkeypatch):
-    run_small(tmp_path / "whole", steps=4)
+@pytest.mark.parametrize("method", ["rstg", "m3-soft", "gradnorm"])      # the last two carry a scale and a share from step to step
+def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights_bit_for_bit(method, tmp_path, monkeypatch):
+    run_small(tmp_path / "whole", steps=4, method=method)
     step = H.train_step
 
     def stopped(run, number):
@@ -2396,11 +2397,11 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights_bit_for_bit(tmp_p
 
     monkeypatch.setattr(H, "train_step", stopped)
     with pytest.raises(SystemExit) as caught:
-        run_small(tmp_path / "parts", steps=4)
+        run_small(tmp_path / "parts", steps=4, method=method)
     assert caught.value.code == 143 and len(metrics_of(tmp_path / "parts")) == 2, "the step in progress is finished and saved"
     monkeypatch.setattr(H, "train_step", step)
     (tmp_path / "parts" / "checkpoint-3").mkdir()       # an incomplete newer one is passed over
-    run_small(tmp_path / "parts", steps=4, resume=True)
+    run_small(tmp_path / "parts", steps=4, method=method, resume=True)
     assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "parts")
     from safetensors.torch import load_file
     a, b = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "parts"))
@@ -2441,6 +2442,9 @@ def test_training_on_the_toy_really_teaches_it(tmp_path):
     ("--lr 5e-4x", "--lr: '5e-4x' is not a number, for instance 5e-4"), ("--steps 3.5", "not a whole number"), ("--lr -1", "--lr -1.0: must be > 0"),
     ("--no-sft False", "takes no value"), ("--stepz 3", "did you mean --steps?"), ("--method rtsg", "did you mean rstg?"), ("trian", "unexpected 'trian'"),
     ("--method grpo --select-share 20", "--method grpo does not read it; it belongs to rstg"), ("--method opd --kl-coef 0.1", "does not read it"),
+    ("--probe 3 --steps 5", "--probe 3 says already how many"), ("--probe 3 --method grpo", "--method grpo does not read it"),
+    ("--method m3-soft --updates 2", "--method m3-soft does not read it"), ("--method hybrid --teacher-share 1", "must be in [0, 1)"),
+    ("--method grpo --diagnose", "--method grpo does not read it"), ("--method m3-soft --exact-gate True", "takes no value"),
     ("--opd-coef 0.01", "--opd-coef-floor 0.02: lies above"), ("--student nowhere", "--student nowhere: no such folder"), ("--student {empty}", "config.json is missing"),
     ("--teacher nowhere", "--teacher nowhere"), ("--teacher=", "--method rstg needs a teacher"), ("--device cuda", "--device cuda: this machine has none"), ("--device tpu", "one of auto, cpu, cuda"),
     ("--data nowhere.jsonl", "--data nowhere.jsonl: cannot be read"), ("--data {gold}", "line 2: answer is 'many'"), ("--data {json}", "line 2: not JSON"),
@@ -2488,6 +2492,19 @@ def test_models_of_different_tokens_are_refused_naming_both(tmp_path):
     b.add_tokens(["new"])
     with pytest.raises(H.UsageError, match="'new' is 120 there and None here"):
         H.check_same_tokens(H.Config(), a, b)
+
+
+def test_a_probe_reports_the_mean_kappa_of_the_naive_mix_and_calls_its_rule_a_heuristic(tmp_path, capsys):
+    words = ["--prompts-per-step", "6", "--group-size", "4", "--train-prompts", "24", "--out", str(tmp_path / "probe")]
+    assert H.main(["--probe", "2", *words]) == 0
+    kappas = [line["kappa"] for line in metrics_of(tmp_path / "probe")]
+    printed = capsys.readouterr().out
+    assert len(kappas) == 2 and f"mean {sum(kappas) / 2:.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over 2 steps" in printed
+    assert "rule of thumb" in printed and "else hybrid is enough): hybrid" in printed and "heuristic" in printed
+    (tmp_path / "metrics.jsonl").write_text('{"kappa": null}\n')
+    assert "No step had a reward gradient" in H.probe_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kappa": 900}\n{"kappa": 11000}\n')
+    assert "m3-select is enough" not in H.probe_report(tmp_path) and ": m3-select\n" in H.probe_report(tmp_path)
 
 
 def test_questions_from_a_file_train_like_a_task(tmp_path):
