@@ -1538,6 +1538,326 @@ def anneal_geometric(step, start, slope, floor):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# 8  M3 and the cross-signal NTK
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def twin_residuals(z: list, z_teacher: list, y: int, a: float, share: float) -> dict:
+    """dLoss/dz of one position, from the table in the module's docstring."""
+    s, t = twin_softmax(z), twin_softmax(z_teacher)
+    m = [share * q + (1 - share) * p for p, q in zip(s, t)]
+    return {"reward": [-a * ((v == y) - p) for v, p in enumerate(s)],
+            "forward_kl": [p - q for p, q in zip(s, t)],
+            "reverse_kl": [p * (math.log(p / q) - twin_kl(s, t)) for p, q in zip(s, t)],
+            "jsd": [(1 - share) * p * (math.log(p / q) - twin_kl(s, m)) for p, q in zip(s, m)]}
+
+
+def twin_dot(a: list, b: list) -> float:
+    return math.fsum(x * y for x, y in zip(a, b))
+
+
+def twin_unit(x: list, eps: float) -> list:
+    length = math.sqrt(twin_dot(x, x))
+    return [v / (length + eps) for v in x]
+
+
+def logit_case(seed: int, rows: int = 3, length: int = 4, vocab: int = 5) -> tuple:
+    """Student logits (a leaf), teacher logits, sampled ids, one advantage a row."""
+    return (leaf(2 * randn(seed, rows, length, vocab)), 2 * randn(seed + 1, rows, length, vocab),
+            randint(seed + 2, vocab, rows, length), randn(seed + 3, rows, 1))
+
+
+def residual_pair(seed: int, *shape: int) -> tuple:
+    """The two residuals that M3 joins: p_S - p_T and -A (e_y - p_S)."""
+    student, teacher, ids, a = logit_case(seed, *shape)
+    return H.distillation_residual(student, teacher), H.reward_residual(student, ids, a)
+
+
+def gathered(logits, ids):
+    return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+
+def little_gpt2(seed: int, layers: int = 1):
+    """Random weights in float64, hidden 8, 11 tokens: GPT-2, since Qwen3 in transformers keeps its norms in float32."""
+    import transformers as t
+    torch.manual_seed(seed)
+    return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=11, n_embd=8, n_layer=layers, n_head=2, n_positions=16, initializer_range=0.5,
+                                          bos_token_id=None, eos_token_id=2)).double().eval()
+
+
+class Scene:
+    """3 completions of 4 tokens after prompts of 2, under a student and a teacher; everything the two losses need."""
+
+    def __init__(self, seed: int, layers: int = 1):
+        self.model, teacher = little_gpt2(seed, layers), little_gpt2(seed + 1, layers)
+        self.parameters = list(self.model.parameters())
+        self.whole, self.a = randint(seed + 2, 11, 3, 6), randn(seed + 3, 3, 1)
+        self.ids = self.whole[:, 2:]
+        self.logits, self.teacher = self.say(), teacher(input_ids=self.whole).logits[:, 1:-1].detach()
+        self.d, self.r = H.distillation_residual(self.logits, self.teacher), H.reward_residual(self.logits, self.ids, self.a)
+        self.weights = H.token_weights(torch.arange(4) < torch.tensor([[4], [2], [3]]), HOWS[0])
+
+    def say(self):
+        return self.model(input_ids=self.whole).logits[:, 1:-1]
+
+    def gradient(self, terms):
+        """The flat gradient of the weighted sum of terms."""
+        found = torch.autograd.grad((self.weights * terms).sum(), self.parameters, retain_graph=True)
+        return torch.cat([g.flatten() for g in found])
+
+    def pull(self, residual):
+        """J_n residual_n of every position, one plain backward pass each                  (3, 4, 11) -> (3, 4, P)"""
+        rows = []
+        for b, t in itertools.product(range(3), range(4)):
+            value = sum(self.logits[b, t, v] * residual[b, t, v].item() for v in range(11))
+            found = torch.autograd.grad(value, self.parameters, retain_graph=True)
+            rows.append(torch.cat([g.flatten() for g in found]))
+        return torch.stack(rows).view(3, 4, -1)
+
+    def reward_terms(self):
+        logp = gathered(self.logits, self.ids)
+        return H.policy_terms(logp, logp.detach(), self.a)
+
+
+def test_two_tokens_and_two_signals_work_out_by_hand():
+    student, teacher, y = tensor([[[0.5, 0.5]]]).log(), tensor([[[0.9, 0.1]]]).log(), torch.tensor([[0]])
+    d, r = H.distillation_residual(student, teacher), H.reward_residual(student, y, tensor([[-2.0]]))
+    same(d, tensor([[[-0.4, 0.4]]]), "the teacher wants token 0")
+    same(r, tensor([[[1.0, -1.0]]]), "the reward punishes it")
+    same(H.cross_signal_ntk(d, r), tensor([[-0.8]]), "K_DR = -A (sigma + eta) = 2 (-0.4 + 0)")
+    half = 0.5 ** 0.5
+    same(H.unit_residual(d, 0.0), tensor([[[-half, half]]]), "unit residual of the teacher")
+    same(H.cross_signal_ntk(H.unit_residual(d, 0.0), H.unit_residual(r, 0.0)), tensor([[-1.0]]), "cosine")
+    same(H.select_gate(H.cross_signal_ntk(d, r)), tensor([[0.0]]), "Select rejects the teacher")
+    soft = H.soft_gate(tensor([[-1.0]]))
+    same(soft, tensor([[0.5 / (1 + math.e)]]), "Soft turns it down to 0.13")
+    same(H.m3_residual(d, r, soft, 0.0), (1 - 2 * soft)[..., None] * tensor([[[half, -half]]]), "the step goes with the reward")
+
+
+@given(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(2, 6), st.sampled_from([0.1, 0.5, 0.8]))
+def test_residuals_equal_their_loops(seed, rows, length, vocab, share):
+    student, teacher, ids, _ = logit_case(seed, rows, length, vocab)
+    a = randn(seed + 4, rows, length)
+    reward, jsd = H.reward_residual(student, ids, a), H.distillation_residual(student, teacher, "jsd", share)
+    forward, reverse = (H.distillation_residual(student, teacher, kind) for kind in ("forward_kl", "reverse_kl"))
+    bit_equal(H.distillation_residual(student, teacher), forward, "the forward KL is the default")
+    for b, t in itertools.product(range(rows), range(length)):
+        twin = twin_residuals(student[b, t].tolist(), teacher[b, t].tolist(), ids[b, t].item(), a[b, t].item(), share)
+        for name, found in {"reward": reward, "forward_kl": forward, "reverse_kl": reverse, "jsd": jsd}.items():
+            same(found[b, t], tensor(twin[name]), f"residual of {name}")
+            same(found[b, t].sum(), 0.0, f"a constant added to all logits changes nothing, so {name} sums to 0")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.integers(2, 6))
+def test_reward_residuals_are_the_gradients_of_grpo_opd_and_sft(seed, rows, length, vocab):
+    student, teacher, ids, a = logit_case(seed, rows, length, vocab)
+    logp, logp_teacher = gathered(student, ids), gathered(teacher, ids)
+    a_opd = H.opd_advantages(logp, logp_teacher)
+    weights, everywhere = torch.full((rows, length), 1 / rows, dtype=F64), torch.ones(rows, length, dtype=torch.bool)
+    signals = {"GRPO": ((weights * H.policy_terms(logp, logp.detach(), a)).sum(), a),
+               "OPD": (H.opd_loss(logp, logp_teacher, everywhere, HOWS[2], length=1), a_opd),
+               "SFT": (H.sft_loss(logp, everywhere, HOWS[2], length=1), torch.ones(rows, 1, dtype=F64))}
+    for name, (loss, advantages) in signals.items():
+        same(H.reward_residual(student, ids, advantages) / rows, grad(loss, student), f"residual of {name} against autograd")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.integers(2, 6), st.sampled_from([0.1, 0.5, 0.9]))
+def test_distillation_residuals_are_the_gradients_of_the_divergences(seed, rows, length, vocab, share):
+    student, teacher, _, _ = logit_case(seed, rows, length, vocab)
+    jsd = H.generalized_jsd(student, teacher, share)
+    for kind, terms in {"forward_kl": H.forward_kl(student, teacher), "reverse_kl": H.reverse_kl(student, teacher), "jsd": jsd}.items():
+        same(H.distillation_residual(student, teacher, kind, share), grad(terms.sum(), student), f"{kind} against autograd")
+    tau = jsd.detach().flatten().sort().values[jsd.numel() // 2].item() - 1e-6       # about half of the tokens are above it
+    clipped = H.distillation_residual(student, teacher, "jsd", share, clip=tau)
+    same(clipped, grad(jsd.clamp(max=tau).sum(), student), "min(JSD, tau) against autograd")
+    bit_equal(clipped.ne(0).any(-1), jsd < tau, "exactly the clipped tokens are silent")
+
+
+@given(SEEDS)
+def test_a_clipped_token_is_silent_in_every_form_of_the_residual(seed):
+    student, teacher, _, _ = logit_case(seed)
+    tau = H.generalized_jsd(student, teacher).median().item()
+    above = H.generalized_jsd(student, teacher) > tau
+    assert 0 < above.sum() < above.numel(), f"expected tokens on both sides of {tau}, got {above}"
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        found, free = H.distillation_residual(student, teacher, kind, clip=tau), H.distillation_residual(student, teacher, kind)
+        bit_equal(found, free.masked_fill(above[..., None], 0.0), f"{kind} where JSD_1/2 > tau")
+    unit = H.unit_residual(H.distillation_residual(student, teacher, clip=tau))
+    bit_equal(unit.norm(dim=-1) > 0.5, ~above, "it is clipped before it is normalised")
+
+
+@given(SEEDS, st.integers(2, 6))
+def test_the_mean_residual_of_pg_style_opd_is_that_of_reverse_kl(seed, vocab):
+    student, teacher, _, _ = logit_case(seed, 1, 1, vocab)
+    p, mean = student.detach().softmax(-1)[0, 0], 0.0
+    for y in range(vocab):
+        ids = torch.tensor([[y]])
+        a = H.opd_advantages(gathered(student, ids), gathered(teacher, ids))
+        mean = mean + p[y] * H.reward_residual(student, ids, a)
+    same(mean, H.distillation_residual(student, teacher, "reverse_kl"), "expectation over y ~ p_S")
+
+
+def test_near_agreement_all_divergences_point_one_way():
+    student = randn(0, 2, 3, 5)
+    teacher = student + 1e-5 * randn(1, 2, 3, 5)
+    forward = H.distillation_residual(student, teacher)
+    same(H.distillation_residual(student, teacher, "reverse_kl") / forward, torch.ones(2, 3, 5), "reverse KL", tol=1e-3)
+    for share in (0.25, 0.5):
+        ratio = H.distillation_residual(student, teacher, "jsd", share) / forward
+        same(ratio, torch.full((2, 3, 5), share * (1 - share)), f"JSD at {share}: 1/4 of it at one half", tol=1e-3)
+
+
+@given(SEEDS, ROWS, LENGTHS, st.integers(2, 6))
+def test_k_dr_is_minus_a_times_sigma_plus_eta(seed, rows, length, vocab):
+    student, teacher, ids, a = logit_case(seed, rows, length, vocab)
+    k_dr = H.cross_signal_ntk(H.distillation_residual(student, teacher), H.reward_residual(student, ids, a))
+    for b, t in itertools.product(range(rows), range(length)):
+        s, q, y = twin_softmax(student[b, t].tolist()), twin_softmax(teacher[b, t].tolist()), ids[b, t].item()
+        sigma, eta = s[y] - q[y], twin_dot(q, s) - twin_dot(s, s)
+        same(k_dr[b, t], -a[b, 0].item() * (sigma + eta), "K_DR")
+
+
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from([0.0, 1e-6, 0.1]))
+def test_unit_residuals_equal_their_loops_and_their_product_is_the_cosine(seed, rows, length, eps):
+    d, r = residual_pair(seed, rows, length, 5)
+    unit_d, unit_r, cosine = H.unit_residual(d, eps), H.unit_residual(r, eps), H.cross_signal_ntk(H.unit_residual(d, 0), H.unit_residual(r, 0))
+    for b, t in itertools.product(range(rows), range(length)):
+        x, y = d[b, t].tolist(), r[b, t].tolist()
+        same(unit_d[b, t], tensor(twin_unit(x, eps)), "unit residual of the teacher")
+        same(unit_r[b, t], tensor(twin_unit(y, eps)), "unit residual of the reward")
+        same(cosine[b, t], twin_dot(x, y) / math.sqrt(twin_dot(x, x) * twin_dot(y, y)), "cosine")
+
+
+def test_noise_does_not_become_a_unit_vector():
+    student = 3 * randn(0, 20, 1000).float()
+    teacher = student + 5.3                                  # the same distribution; rounded, the logits are not quite the same
+    noise = H.distillation_residual(student, teacher)
+    assert (noise != 0).any(-1).all(), "expected rounding to leave a residual at every token"
+    length = H.unit_residual(noise).norm(dim=-1)
+    assert length.max() < 0.5, f"expected noise of 1e-7 to stay short beside an eps of 1e-6, got lengths up to {length.max()}"
+    long = H.unit_residual(noise, eps=1e-12).norm(dim=-1)
+    assert long.min() > 0.99, f"expected an eps of 1e-12 to blow it up, got {long.min()}"
+    real = H.unit_residual(H.distillation_residual(student, 3 * randn(1, 20, 1000).float())).norm(dim=-1)
+    assert real.min() > 0.9999, f"expected a teacher with an opinion at full length, got {real.min()}"
+
+
+def test_zero_stays_zero():
+    d, r = residual_pair(0)
+    zero, alpha = torch.zeros_like(d), torch.full(d.shape[:2], 0.3, dtype=F64)
+    bit_equal(H.unit_residual(zero), zero, "unit residual of nothing")
+    bit_equal(H.m3_residual(zero, zero, alpha), zero, "M3 of nothing")
+    same(H.m3_residual(zero, r, alpha), 0.7 * H.unit_residual(r), "a silent teacher leaves the reward its share")
+    same(H.m3_residual(d, zero, alpha), 0.3 * H.unit_residual(d), "a silent reward leaves the teacher its share")
+
+
+# The kernel: the exact K_DR of a model, and the two whole gradients
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@given(seed=SEEDS)
+def test_for_the_lm_head_alone_both_forms_of_k_dr_have_one_sign(bias, seed):
+    hidden, head = randn(seed, 3, 4, 6), [leaf(randn(seed + 1, 5, 6)), leaf(randn(seed + 2, 5))]
+    logits = hidden @ head[0].T + (head[1] if bias else 0.0)
+    d, r = H.distillation_residual(logits, 2 * randn(seed + 3, 3, 4, 5)), H.reward_residual(logits, randint(seed, 5, 3, 4), randn(seed + 4, 3, 1))
+    exact, cosine = H.exact_cross_signal_ntk(logits, head[:1 + bias], d, r)
+    residual = H.cross_signal_ntk(d, r)
+    same(exact, (hidden.square().sum(-1) + bias) * residual, "J_n delta = delta outer (h_n, 1), so K(n, n) = (|h_n|^2 + 1) identity")
+    bit_equal(exact.sign(), residual.sign(), "signs")
+    same(cosine, H.cross_signal_ntk(H.unit_residual(d, 0), H.unit_residual(r, 0)), "and the two cosines are one")
+
+
+@pytest.mark.parametrize("seed, layers", [(0, 1), (10, 2), (20, 2)])
+def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers):
+    scene = Scene(seed, layers)
+    scene.d[0, 1], scene.r[2, 2] = 0.0, 0.0
+    found, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    h_d, h_r = scene.pull(scene.d), scene.pull(scene.r)
+    for b, t in itertools.product(range(3), range(4)):
+        x, y = h_d[b, t].tolist(), h_r[b, t].tolist()
+        lengths = math.sqrt(twin_dot(x, x) * twin_dot(y, y))
+        same(found[b, t], twin_dot(x, y), f"K_DR at {b}, {t}")
+        same(cosine[b, t], twin_dot(x, y) / lengths if lengths else 0.0, f"cosine at {b}, {t}")
+    assert found[0, 1] == found[2, 2] == cosine[0, 1] == cosine[2, 2] == 0, "expected exactly 0 where a residual is 0"
+    agree = (found.sign() == H.cross_signal_ntk(scene.d, scene.r).sign()).double().mean()
+    assert agree < 1, f"expected some position where the residual form has the other sign on a whole model, got {agree}"
+
+
+def test_exact_k_dr_of_silence_is_zero_and_costs_no_backward_pass():
+    logits, weight = randn(0, 2, 3, 5), leaf(randn(1, 5))
+    nothing = torch.zeros(2, 3, 5, dtype=F64)
+    for pair in ((nothing, logits), (logits, nothing)):
+        found, cosine = H.exact_cross_signal_ntk(logits, [weight], *pair)       # logits without a graph: a pass would raise
+        bit_equal(found, nothing[..., 0], "K_DR of silence")
+        bit_equal(cosine, nothing[..., 0], "its cosine")
+
+
+@pytest.mark.parametrize("seed", [0, 10, 20])
+def test_exact_k_dr_and_the_cross_position_terms_are_the_product_of_the_gradients(seed):
+    scene = Scene(seed, layers=2)
+    g_r, g_d = scene.gradient(scene.reward_terms()), scene.gradient(H.forward_kl(scene.logits, scene.teacher))
+    k_dr, _ = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    w, h_d, h_r = scene.weights.flatten(), scene.pull(scene.d).flatten(0, 1), scene.pull(scene.r).flatten(0, 1)
+    remainder = sum(w[n] * w[m] * (h_d[n] @ h_r[m]) for n, m in itertools.permutations(range(12), 2))
+    same((scene.weights.square() * k_dr).sum() + remainder, g_d @ g_r, "sum_n w_n^2 K_DR(n) + cross-position terms = <g_D, g_R>")
+    differs(remainder, 0.0, "the remainder is not nothing")
+    differs((scene.weights * k_dr).sum() + remainder, g_d @ g_r, "the weights must be squared")
+
+
+@pytest.mark.parametrize("seed", [0, 10, 20, 30])
+def test_the_drowning_inequality_decides_whether_the_teachers_loss_rises(seed):
+    scene = Scene(seed)
+    tau = H.generalized_jsd(scene.logits, scene.teacher).max().item() * 0.9
+    loss_d = lambda: (scene.weights * H.generalized_jsd(scene.say(), scene.teacher).clamp(max=tau)).sum()
+    g_d, g_r = scene.gradient(H.generalized_jsd(scene.logits, scene.teacher).clamp(max=tau)), scene.gradient(scene.reward_terms())
+    if g_d @ g_r > 0:                                        # the reward of the other sign: now the two conflict
+        g_r = -g_r
+    kappa, cosine = H.gradient_geometry(g_r, g_d)
+    even = (-kappa * cosine / (1 - kappa * cosine)).item()    # the share at which the threshold is cos phi itself
+    same(H.drowning_threshold(kappa, even), cosine, "threshold at that share")
+    before, start = loss_d().item(), [p.detach().clone() for p in scene.parameters]
+    for share in (0.0, 0.5 * even, 0.97 * even, 1.03 * even, (1 + even) / 2, 1.0):
+        step = 1e-7 * ((1 - share) * g_r + share * g_d)
+        torch.nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in start]) - step, scene.parameters)
+        with torch.no_grad():
+            change = loss_d().item() - before
+        drowned = bool(cosine < H.drowning_threshold(kappa, share))
+        assert drowned == (share < even), f"expected drowning below the share {even}, got {drowned} at {share}"
+        assert (change > 0) == drowned, f"expected L_D to {'rise' if drowned else 'fall'} at share {share}, got {change}"
+        slope = share + (1 - share) * kappa * cosine
+        same(change / (1e-7 * g_d.norm() ** 2), -slope, "first-order change", tol=1e-3)
+
+
+# The gates, and the M3 residual
+
+
+def select_geometry(scene, gate_of, max_share: float) -> tuple:
+    """<h_H, h_R> and |h_R|^2 of every position, where the gate is that of K_DR = gate_of(unit_D, unit_R)."""
+    d, r = H.unit_residual(scene.d), H.unit_residual(scene.r)
+    h_h = scene.pull(H.m3_residual(scene.d, scene.r, H.select_gate(gate_of(d, r), max_share)))
+    h_r = scene.pull(r)
+    return (h_h * h_r).sum(-1), h_r.square().sum(-1)
+
+
+@pytest.mark.parametrize("seed, max_share", [(0, 0.5), (10, 0.9), (20, 1.0), (30, 0.15)])
+def test_select_with_the_exact_gate_never_works_against_the_reward(seed, max_share):
+    scene = Scene(seed, layers=2)
+    exact = lambda d, r: H.exact_cross_signal_ntk(scene.logits, scene.parameters, d, r)[0]
+    joint, alone = select_geometry(scene, exact, max_share)
+    assert (alone > 0).all() and (joint >= (1 - max_share) * alone - 1e-9).all(), \
+        f"expected <h_H, h_R> >= (1 - max share) |h_R|^2 at every token, got {joint} against {(1 - max_share) * alone}"
+    always = lambda d, r: torch.ones(3, 4)
+    joint, alone = select_geometry(scene, always, max_share)
+    assert (joint < (1 - max_share) * alone - 1e-3).any(), "expected the bound broken where no gate is"
+
+
+def test_select_with_the_residual_gate_can_work_against_the_reward():
+    scene = Scene(20, layers=2)             # the first of seeds 0, 10, 20 ... where it fails by half of |h_R|^2
+    joint, alone = select_geometry(scene, H.cross_signal_ntk, 0.5)
+    gap = (joint - 0.5 * alone) / alone
+    assert gap.min() < -0.5, f"expected a token where the bound fails by half of |h_R|^2, got {gap}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # 9  The hybrid objective
 # ---------------------------------------------------------------------------------------------------------------------
 
