@@ -1857,6 +1857,303 @@ def test_select_with_the_residual_gate_can_work_against_the_reward():
     assert gap.min() < -0.5, f"expected a token where the bound fails by half of |h_R|^2, got {gap}"
 
 
+@given(SEEDS, ROWS, LENGTHS, st.sampled_from([0.0, 0.15, 0.5, 1.0]), st.sampled_from([0.0, 1.0, 5.0]))
+def test_gates_and_the_m3_residual_equal_their_loops(seed, rows, length, max_share, sharpness):
+    d, r = residual_pair(seed, rows, length, 4)
+    k_dr = H.cross_signal_ntk(d, r)
+    cosine = H.cross_signal_ntk(H.unit_residual(d, 0), H.unit_residual(r, 0))
+    select, soft = H.select_gate(k_dr, max_share), H.soft_gate(cosine, max_share, sharpness)
+    mixes = [(gate, H.m3_residual(d, r, gate, 1e-3)) for gate in (select, soft)]
+    for b, t in itertools.product(range(rows), range(length)):
+        same(select[b, t], max_share if k_dr[b, t].item() >= 0 else 0.0, "Select: alpha_max [K_DR >= 0]")
+        same(soft[b, t], max_share / (1 + math.exp(-sharpness * cosine[b, t].item())), "Soft: alpha_max sigmoid(beta cos phi)")
+        x, y = twin_unit(d[b, t].tolist(), 1e-3), twin_unit(r[b, t].tolist(), 1e-3)
+        for gate, mix in mixes:
+            alpha = gate[b, t].item()
+            same(mix[b, t], tensor([alpha * u + (1 - alpha) * v for u, v in zip(x, y)]), "alpha unit_D + (1 - alpha) unit_R")
+
+
+def test_a_k_dr_of_exactly_zero_admits_the_teacher():
+    k_dr = tensor([[-1e-300, -0.0, 0.0, 1e-300]])
+    same(H.select_gate(k_dr), tensor([[0.0, 0.5, 0.5, 0.5]]), "Select at its edge")
+    same(H.select_gate(k_dr, 0.15), tensor([[0.0, 0.15, 0.15, 0.15]]), "with another share")
+
+
+def test_sharpness_to_infinity_turns_soft_into_select():
+    cosine = tensor([[-1.0, -0.3, -1e-3, 1e-3, 0.3, 1.0]])
+    gaps = [(H.soft_gate(cosine, 0.4, beta) - H.select_gate(cosine, 0.4)).abs().max().item() for beta in (1.0, 1e2, 1e4, 1e6)]
+    assert gaps == sorted(gaps, reverse=True) and gaps[0] > 0.1, f"expected Soft to come nearer to Select, got gaps {gaps}"
+    bit_equal(H.soft_gate(cosine, 0.4, INF), H.select_gate(cosine, 0.4), "at infinity")
+    assert gaps[-1] < 1e-12, f"expected Select at a sharpness of 1e6, got a gap of {gaps[-1]}"
+    for beta in (1.0, 1e6):
+        same(H.soft_gate(tensor([[0.0]]), 0.4, beta), tensor([[0.2]]), "at exactly zero: half of Select's share")
+
+
+def test_gates_carry_no_gradient_and_neither_does_any_residual():
+    student, teacher, ids, a = logit_case(0)
+    teacher, a, k = leaf(teacher), leaf(a), leaf(randn(4, 3, 4))
+    d, r = H.distillation_residual(student, teacher, clip=0.3), H.reward_residual(student, ids, a)
+    d_leaf, r_leaf = leaf(d), leaf(r)
+    made = {"reward_residual": r, "distillation_residual": d, "unit_residual": H.unit_residual(d_leaf), "select_gate": H.select_gate(k),
+            "cross_signal_ntk": H.cross_signal_ntk(d_leaf, r_leaf), "soft_gate": H.soft_gate(k), "m3_residual": H.m3_residual(d_leaf, r_leaf, k),
+            "pcgrad": torch.cat(H.pcgrad(leaf(randn(5, 4)), leaf(randn(6, 4))))}
+    for name, found in made.items():
+        assert not found.requires_grad, f"expected {name} to be a constant"
+    terms = H.residual_terms(student, r_leaf)
+    bit_equal(grad(terms.sum(), student), r, "gradient of residual_terms with respect to the logits")
+    assert (grad(terms.sum(), r_leaf) == 0).all(), "expected none with respect to the residual"
+
+
+@given(SEEDS)
+def test_a_rejected_teacher_restores_the_full_weight_of_the_reward(seed):
+    d, r = residual_pair(seed)
+    k_dr = -H.cross_signal_ntk(d, r).abs()
+    bit_equal(H.m3_residual(d, r, H.select_gate(k_dr)), H.unit_residual(r), "M3 where every token conflicts")
+
+
+@given(SEEDS, st.booleans(), st.sampled_from([1e-3, 1e3]))
+def test_rescaling_a_signal_leaves_the_m3_residual_unchanged(seed, of_teacher, factor):
+    d, r = residual_pair(seed)
+    scaled_d, scaled_r = (d * factor, r) if of_teacher else (d, r * factor)
+
+    def mix(x, y, eps):
+        return [H.m3_residual(x, y, gate, eps) for gate in (H.select_gate(H.cross_signal_ntk(x, y)),
+                                                            H.soft_gate(H.cross_signal_ntk(H.unit_residual(x, 0), H.unit_residual(y, 0))))]
+
+    smallest = min(x.norm(dim=-1).min().item() for x in (d, r, scaled_d, scaled_r))
+    for eps in (0.0, 1e-6):
+        for found, before in zip(mix(scaled_d, scaled_r, eps), mix(d, r, eps)):
+            same(found, before, f"M3 after a signal was multiplied by {factor}: the same up to eps over the norm", tol=1e-9 + eps / smallest)
+    loud = (scaled_d + scaled_r - d - r).abs().max()
+    assert loud > 0.1 * max(d.abs().max(), r.abs().max()), "expected the naive sum of the two to change"
+
+
+def test_equal_rewards_leave_the_teachers_part_alone():
+    student, teacher, ids, _ = logit_case(0, 4)
+    a = H.group_advantages(tensor([[0.2, 0.2, 0.2, 0.2]])).reshape(-1, 1)
+    d, r = H.distillation_residual(student, teacher), H.reward_residual(student, ids, a)
+    same(H.m3_residual(d, r, H.select_gate(H.cross_signal_ntk(d, r))), 0.5 * H.unit_residual(d), "Select")
+    cosine = H.cross_signal_ntk(H.unit_residual(d), H.unit_residual(r))
+    same(H.m3_residual(d, r, H.soft_gate(cosine, 0.6)), 0.3 * H.unit_residual(d), "Soft")
+
+
+@given(SEEDS, st.sampled_from([0.15, 0.5, 1.0]))
+def test_a_teacher_equal_to_the_student_leaves_the_reward_alone(seed, max_share):
+    student, _, ids, a = logit_case(seed)
+    d, r = H.distillation_residual(student, student.detach().clone()), H.reward_residual(student, ids, a)
+    cosine = H.cross_signal_ntk(H.unit_residual(d), H.unit_residual(r))
+    for gate, left, name in ((H.select_gate(cosine, max_share), 1 - max_share, "Select"), (H.soft_gate(cosine, max_share), 1 - max_share / 2, "Soft")):
+        same(H.m3_residual(d, r, gate), left * H.unit_residual(r), f"{name}: the reward times {left}")
+
+
+@pytest.mark.parametrize("seed", [0, 10, 20])
+@pytest.mark.parametrize("soft", [False, True])
+def test_one_backward_pass_adds_the_gated_unit_pulls_of_all_tokens(seed, soft):
+    scene = Scene(seed, layers=2)
+    exact, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    alpha = H.soft_gate(cosine, 0.4) if soft else H.select_gate(exact, 0.4)
+    found = scene.gradient(H.residual_terms(scene.logits, H.m3_residual(scene.d, scene.r, alpha)))
+    unit = lambda x: tensor([[twin_unit(row, 1e-6) for row in rows] for rows in x.tolist()])
+    h_d, h_r, total = scene.pull(unit(scene.d)), scene.pull(unit(scene.r)), 0.0
+    for b, t in itertools.product(range(3), range(4)):
+        total = total + scene.weights[b, t] * (alpha[b, t] * h_d[b, t] + (1 - alpha[b, t]) * h_r[b, t])
+    same(found, total, "one backward pass against J_n [alpha_n unit_D + (1 - alpha_n) unit_R], a token at a time")
+
+
+@given(SEEDS, st.booleans())
+def test_a_token_that_cannot_come_changes_no_residual(seed, of_both):
+    student, teacher, ids, a = logit_case(seed, 2, 3, 4)
+    wide = lambda x, fill: torch.cat([x.detach(), torch.full((2, 3, 1), fill, dtype=F64)], dim=-1)
+    never, teachers = leaf(wide(student, -INF)), wide(teacher, -INF if of_both else 0.7)
+    kept = wide(teacher, -INF).log_softmax(-1) if of_both else teachers
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        found = H.distillation_residual(never, teachers, kind)
+        assert found.isfinite().all(), f"expected {kind} finite beside a logit of -inf, got {found}"
+        if of_both:
+            same(found[..., :-1], H.distillation_residual(student, teacher, kind), f"{kind} over the others")
+        same(found[..., -1], torch.zeros(2, 3) if of_both or kind != "forward_kl" else -kept.softmax(-1)[..., -1], f"{kind} at the token")
+    r = H.reward_residual(never, ids, a)
+    same(r[..., :-1], H.reward_residual(student, ids, a), "reward residual over the others")
+    bit_equal(r[..., -1], torch.zeros(2, 3, dtype=F64), "reward residual at the token")
+    residual = randn(seed, 2, 3, 5)
+    terms = H.residual_terms(never, residual)
+    same(terms, (student * residual[..., :-1]).sum(-1), "a logit of -inf adds 0")
+    same(grad(terms.sum(), never), residual * torch.tensor([1, 1, 1, 1, 0]), "and has no gradient")
+
+
+# The diagnostics, GradNorm and PCGrad
+
+
+@given(SEEDS, st.integers(1, 6))
+def test_kappa_and_cosine_equal_their_loops(seed, size):
+    r, d = randn(seed, size), 3 * randn(seed + 1, size)
+    kappa, cosine = H.gradient_geometry(r, d)
+    x, y = r.tolist(), d.tolist()
+    same(kappa, math.sqrt(twin_dot(x, x) / twin_dot(y, y)), "kappa = |g_R| / |g_D|")
+    same(cosine, twin_dot(x, y) / math.sqrt(twin_dot(x, x) * twin_dot(y, y)), "cos phi")
+    same(H.drowning_threshold(kappa, 0.2), -0.25 / kappa, "threshold at a share of 0.2")
+
+
+def test_a_zero_gradient_has_no_angle():
+    one, zero = torch.ones(3, dtype=F64), torch.zeros(3, dtype=F64)
+    for (r, d), expected in {(one, zero): (INF, 0.0), (zero, one): (0.0, 0.0)}.items():
+        kappa, cosine = H.gradient_geometry(r, d)
+        assert (kappa.item(), cosine.item()) == expected, f"expected kappa and cosine {expected}, got {kappa}, {cosine}"
+    kappa, cosine = H.gradient_geometry(zero, zero)
+    assert kappa.isnan() and cosine == 0, f"expected no kappa and a cosine of 0 for two silent signals, got {kappa}, {cosine}"
+
+
+def test_the_louder_the_reward_the_milder_the_conflict_that_drowns():
+    found = [H.drowning_threshold(kappa, 0.5).item() for kappa in (0.5, 1.0, 100.0, INF)]
+    same(tensor(found), tensor([-2.0, -1.0, -0.01, 0.0]), "kappa 1/2: no angle suffices; infinite: any conflict", tol=1e-6)
+    found = [H.drowning_threshold(2.0, share).item() for share in (0.0, 0.5, 0.8, 1.0)]
+    same(tensor(found), tensor([0.0, -0.5, -2.0, -INF]), "at shares of the teacher 0, 1/2, 4/5 and 1", tol=1e-6)
+
+
+def test_silent_tokens_are_counted_once_and_left_out_once():
+    k_dr = tensor([[-1.0, 0.0, 2.0, -9.0], [-3.0, 0.0, -9.0, NAN]])
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    of_all, of_scored = H.conflict_rate(k_dr, mask)
+    same(of_all, 2 / 5, "2 conflicts of 5 tokens", tol=1e-6)
+    same(of_scored, 2 / 3, "2 conflicts of the 3 tokens where both signals speak", tol=1e-6)
+    rate = H.conflict_rate(torch.zeros(2, 4), mask)
+    assert rate[0] == 0 and rate[1].isnan(), f"expected 0 of all and no share of none, got {rate}"
+    assert all(x.isnan() for x in H.conflict_rate(k_dr, mask & False)), "expected NaN without a token"
+
+
+def test_the_scale_starts_at_the_first_step_with_a_reward_gradient():
+    seen, scale = [], None
+    for norm in (0.0, 0.0, 2.0, 0.0, 4.0, 1.0):
+        scale = H.ema(scale, norm)
+        seen.append(scale)
+    second = 0.99 * 2 + 0.01 * 4
+    assert seen[:4] == [None, None, 2.0, 2.0], f"expected the scale to start at 2 and to pass over zeros, got {seen}"
+    same(tensor(seen[4:]), tensor([second, 0.99 * second + 0.01 * 1]), "0.99 of the old, 0.01 of the new")
+    same(H.ema(3.0, 5.0, 0.5), 4.0, "decay one half")
+    assert (H.ema(3.0, 5.0, 0.0), H.ema(3.0, 5.0, 1.0)) == (5.0, 3.0), "expected the new at decay 0 and the old at 1"
+
+
+def gradnorm_by_hand(share: float, norm_r: float, norm_d: float, rate: float) -> float:
+    """Descent on |w_D d - mean| + |w_R r - mean|, the mean a constant and the norms in units of theirs; then the sum back to 1."""
+    d, r = 2 * norm_d / (norm_d + norm_r), 2 * norm_r / (norm_d + norm_r)
+    mean = (share * d + (1 - share) * r) / 2
+    w_d = share - rate * d * (1 if share * d >= mean else -1)
+    w_r = 1 - share - rate * r * (-1 if share * d >= mean else 1)
+    return w_d / (w_d + w_r)
+
+
+@pytest.mark.parametrize("kappa", [0.2, 1.0, 3.0, 9.0])
+@pytest.mark.parametrize("start, scale, rate", [(0.001, 1.0, 0.025), (0.5, 1e-6, 0.01), (0.999, 1e6, 0.003)])
+def test_gradnorm_settles_where_the_two_norms_are_equal(kappa, start, scale, rate):
+    share, seen = start, []
+    for _ in range(700):
+        share = H.gradnorm_step(share, kappa * scale, scale, rate)
+        seen.append(share)
+    gap = max(abs(x - kappa / (1 + kappa)) for x in seen[-100:])
+    assert gap <= 2 * rate, f"expected a share within a step of kappa / (1 + kappa) = {kappa / (1 + kappa)}, got {seen[-3:]}"
+    middle = sum(seen[-100:]) / 100
+    assert abs(middle / (1 - middle) / kappa - 1) < 0.5, f"expected share |g_D| near (1 - share) |g_R|, got {middle} at kappa {kappa}"
+
+
+@given(st.floats(0.1, 0.9), st.floats(0.1, 10), st.floats(0.1, 10), st.sampled_from([0.001, 0.025]))
+def test_a_gradnorm_step_equals_its_loop(share, norm_r, norm_d, rate):
+    found = H.gradnorm_step(share, norm_r, norm_d, rate)
+    if abs(share * norm_d / ((1 - share) * norm_r) - 1) > 1e-9:              # on the edge itself the subgradient has both signs
+        same(found, gradnorm_by_hand(share, norm_r, norm_d, rate), "share after one step")
+        assert (found < share) == (share * norm_d > (1 - share) * norm_r), "expected the louder part to lose"
+
+
+def test_gradnorm_stands_still_in_silence_and_keeps_both_signals_alive():
+    assert H.gradnorm_step(0.3, 0.0, 2.0) == H.gradnorm_step(0.3, 2.0, 0.0) == 0.3, "expected no step where a norm is 0"
+    ends = H.gradnorm_step(0.002, 1e-9, 1.0), H.gradnorm_step(0.998, 1.0, 1e-9)
+    assert ends == (0.001, 0.999), f"expected the share kept between 0.001 and 0.999, got {ends}"
+
+
+@given(SEEDS, st.integers(2, 6), st.sampled_from([0.01, 1.0, 1000.0]))
+def test_pcgrad_leaves_kappa_what_it_was(seed, size, louder):
+    r, d = louder * randn(seed, size), randn(seed + 1, size)
+    if r @ d > 0:
+        r = -r
+    new_r, new_d = H.pcgrad(r, d)
+    kappa, cosine = H.gradient_geometry(r, d)
+    sine = (1 - cosine ** 2).sqrt()
+    same(new_r.norm() / r.norm(), sine, "the reward shrinks by the sine", tol=1e-6)
+    same(new_d.norm() / d.norm(), sine, "the teacher shrinks by the sine", tol=1e-6)
+    same(new_r @ d / (r.norm() * d.norm()), 0.0, "nothing of the reward is left against the teacher")
+    same(new_d @ r / (r.norm() * d.norm()), 0.0, "nothing of the teacher is left against the reward")
+    if sine > 1e-3:
+        same(H.gradient_geometry(new_r, new_d)[0] / kappa, 1.0, "kappa", tol=1e-6)
+
+
+@given(SEEDS, st.integers(1, 6))
+def test_pcgrad_does_nothing_without_a_conflict(seed, size):
+    r, d = randn(seed, size), randn(seed + 1, size)
+    if r @ d < 0:
+        r = -r
+    zero = torch.zeros(size, dtype=F64)
+    for pair in ((r, d), (zero, d), (r, zero), (zero, zero)):
+        for found, before in zip(H.pcgrad(*pair), pair):
+            bit_equal(found, before, "a gradient without conflict")
+
+
+def test_pcgrad_of_opposite_gradients_is_nothing():
+    r = tensor([3.0, 4.0])
+    for found in H.pcgrad(r, -0.5 * r):
+        same(found, tensor([0.0, 0.0]), "what is left of a gradient that only fights")
+
+
+@pytest.mark.parametrize("rewards, expected", [
+    ([0.04] * 9, False), ([0.04] * 10, True), ([0.9] + [0.0] * 10 + [0.9], True), ([0.0] * 9 + [0.5] + [0.0] * 9, False),
+    ([0.05] * 20, False), ([0.049] * 10, True), ([0.0] * 9 + [0.05] + [0.0] * 10, True), ([], False)])
+def test_collapse_is_ten_steps_in_a_row_under_a_reward_of_five_percent(rewards, expected):
+    assert H.collapsed(rewards) is expected, f"expected {expected} for {rewards}"
+
+
+def test_collapse_has_a_level_and_a_length():
+    assert H.collapsed([0.2, 0.2], below=0.3, steps=2) and not H.collapsed([0.2, 0.2], below=0.3, steps=3) and not H.collapsed([0.2] * 9, below=0.2, steps=2)
+
+
+@pytest.mark.parametrize("kappa, name", [(0.1, "hybrid"), (1000.0, "hybrid"), (1000.1, "m3-soft"), (5000.0, "m3-soft"), (5000.1, "m3-select"),
+                                         (INF, "m3-select")])
+def test_the_rule_of_thumb_reads_the_strategy_from_kappa(kappa, name):
+    assert H.strategy_for(kappa) == name, f"expected {name} at kappa {kappa}, got {H.strategy_for(kappa)}"
+
+
+def test_m3_computes_in_float32_at_least():
+    student, teacher, ids, a = logit_case(0)
+    half = [x.detach().bfloat16() for x in (student, teacher, a, randn(4, 3, 4))]
+    z, z_teacher, a, k = half
+    d, r = H.distillation_residual(z, z_teacher), H.reward_residual(z, ids, a)
+    made = [r, H.distillation_residual(z, z_teacher, "jsd", clip=0.3), d, H.unit_residual(z), H.cross_signal_ntk(z, z_teacher), H.select_gate(k),
+            H.soft_gate(k), H.m3_residual(z, z_teacher, k), H.residual_terms(z, z_teacher), *H.gradient_geometry(k.flatten(), k.flatten()),
+            *H.pcgrad(k.flatten(), -k.flatten())]
+    assert {x.dtype for x in made} == {torch.float32}, f"expected float32 throughout, got {[x.dtype for x in made]}"
+    exact = H.distillation_residual(z.double(), z_teacher.double())
+    same(d, exact, "the residual of the rounded logits, computed in float32", tol=1e-6)
+    assert exact.dtype == F64, "expected float64 to stay"
+
+
+def test_section_8_refuses_what_cannot_be_meant():
+    student, teacher, ids, a = logit_case(0)                 # (3, 4, 5)
+    d, k = randn(0, 3, 4, 5), randn(1, 3, 4)
+    refuses("ids (3, 3)", H.reward_residual, student, ids[:, :3], a)
+    refuses("advantages (1, 4)", H.reward_residual, student, ids, randn(0, 1, 4))
+    refuses("teacher_logits (3, 4, 4)", H.distillation_residual, student, teacher[..., :4])
+    refuses("'reverse'", H.distillation_residual, student, teacher, "reverse")
+    refuses("residual_r (3, 1, 5)", H.cross_signal_ntk, d, d[:, :1])
+    refuses("residual_d (3, 4, 1)", H.exact_cross_signal_ntk, d, [], d[..., :1], d)
+    refuses("residual_r (3, 4, 1)", H.m3_residual, d, d[..., :1], k)
+    refuses("gate (3, 1)", H.m3_residual, d, d, k[:, :1])
+    refuses("residual (3, 4, 1)", H.residual_terms, d, d[..., :1])
+    refuses("grad_d (1,)", H.gradient_geometry, k.flatten(), k.flatten()[:1])
+    refuses("grad_d (1,)", H.pcgrad, k.flatten(), k.flatten()[:1])
+    refuses("mask (3, 1)", H.conflict_rate, k, k[:, :1] > 0)
+    for share in (-0.1, 1.1, NAN):
+        for function in (lambda x: H.select_gate(k, x), lambda x: H.soft_gate(k, x), lambda x: H.drowning_threshold(2.0, x)):
+            refuses(f"share {share}", function, share)
+        refuses(f"decay {share}", H.ema, 1.0, 2.0, share)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 9  The hybrid objective
 # ---------------------------------------------------------------------------------------------------------------------
