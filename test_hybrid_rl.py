@@ -2069,6 +2069,13 @@ def test_gradnorm_stands_still_in_silence_and_keeps_both_signals_alive():
     assert ends == (0.001, 0.999), f"expected the share kept between 0.001 and 0.999, got {ends}"
 
 
+def test_gradnorm_cannot_balance_a_reward_a_thousand_times_louder():
+    share = 0.5
+    for _ in range(200):
+        share = H.gradnorm_step(share, 5000.0, 1.0)
+    assert share == 0.999, f"expected the share to stop at its bound, short of 5000/5001, where the reward is still 5 times louder, got {share}"
+
+
 @given(SEEDS, st.integers(2, 6), st.sampled_from([0.01, 1.0, 1000.0]))
 def test_pcgrad_leaves_kappa_what_it_was(seed, size, louder):
     r, d = louder * randn(seed, size), randn(seed + 1, size)
@@ -2152,6 +2159,380 @@ def test_section_8_refuses_what_cannot_be_meant():
         for function in (lambda x: H.select_gate(k, x), lambda x: H.soft_gate(k, x), lambda x: H.drowning_threshold(2.0, x)):
             refuses(f"share {share}", function, share)
         refuses(f"decay {share}", H.ema, 1.0, 2.0, share)
+
+
+@near_miss("reward_residual", "the sign: climbs the loss, and every punished token becomes likelier")
+def reward_residual_flipped(logits, ids, advantages):
+    return advantages[..., None] * (F.one_hot(ids, logits.shape[-1]) - logits.softmax(-1))
+
+
+@near_miss("reward_residual", "-A e_y: the log-softmax differentiated as if it were the logit")
+def reward_residual_of_the_logit(logits, ids, advantages):
+    return -advantages[..., None] * F.one_hot(ids, logits.shape[-1])
+
+
+@near_miss("reward_residual", "the gradient of -A p(y) instead of -A log p(y): likely tokens count for more")
+def reward_residual_of_the_probability(logits, ids, advantages):
+    p = logits.softmax(-1)
+    return -advantages[..., None] * p.gather(-1, ids[..., None]) * (F.one_hot(ids, logits.shape[-1]) - p)
+
+
+@near_miss("reward_residual", "shifts the ids as token_logps does, though these are aligned already")
+def reward_residual_shifted(logits, ids, advantages):
+    return -advantages[..., None] * (F.one_hot(ids.roll(-1, 1), logits.shape[-1]) - logits.softmax(-1))
+
+
+def wrong_distillation(student, teacher, kind="forward_kl", teacher_share=0.5, clip=None, change=""):
+    """The residuals from their equations with one change; the test of the right ones is twin_residuals."""
+    s, t, share = student.softmax(-1), teacher.softmax(-1), teacher_share
+    if change == "shares swapped":
+        share = 1 - share
+    m = share * t + (1 - share) * s if kind == "jsd" else t
+    log_ratio = (s / m).log()
+    inner = s * (log_ratio - (0.0 if change == "not centred" else (s * log_ratio).sum(-1, keepdim=True)))
+    if kind == "jsd" and change != "no outer share":
+        inner = (1 - share) * inner
+    residual = t - s if change == "p_T - p_S" else s - t if kind == "forward_kl" else inner
+    if clip is not None and change != "never clipped":
+        height = twin_jsd_of(student, teacher, teacher_share) if change != "clips the forward KL" else (t * (t / s).log()).sum(-1)
+        residual = residual.masked_fill((height > clip)[..., None], 0.0)
+    if clip is not None and change == "clips each entry":
+        residual = (s - t).clamp(-clip, clip)
+    return residual
+
+
+def twin_jsd_of(student, teacher, share):
+    pairs = zip(student.flatten(0, 1).tolist(), teacher.flatten(0, 1).tolist())
+    return tensor([twin_jsd(twin_softmax(s), twin_softmax(t), share) for s, t in pairs]).view(student.shape[:2])
+
+
+DISTILLATION_CHANGES = {
+    "p_T - p_S": ("plain", "the sign: away from the teacher"), "not centred": ("reverse", "without -KL: the residual does not sum to 0"),
+    "no outer share": ("jsd", "without (1 - l)"), "shares swapped": ("jsd", "l and 1 - l swapped"),
+    "never clipped": ("clip", "a token that tau clips still teaches"), "clips the forward KL": ("clip", "tau is compared with another divergence"),
+    "clips each entry": ("clip", "entries are clamped to tau: a clipped token should be silent")}
+
+
+def distillation_with(change: str):
+    def wrong(*args, **keywords):
+        return wrong_distillation(*args, **keywords, change=change)
+    wrong.__name__ = "distillation_" + re.sub(r"\W+", "_", change)
+    return wrong
+
+
+for _change, (_case, _line) in DISTILLATION_CHANGES.items():
+    near_miss("distillation_residual", _line, _case)(distillation_with(_change))
+
+
+@near_miss("unit_residual", "one norm for the whole tensor: a loud token still drowns a quiet one")
+def unit_over_the_tensor(residual, eps=1e-6):
+    return residual / (residual.norm() + eps)
+
+
+@near_miss("unit_residual", "eps inside the root: lets through a thousandth of what it should hold down", "small")
+def unit_with_eps_inside(residual, eps=1e-6):
+    return residual / (residual.square().sum(-1, keepdim=True) + eps).sqrt()
+
+
+@near_miss("unit_residual", "the norm as a floor, max(|delta|, eps): noise above it becomes a unit vector", "small")
+def unit_with_floor(residual, eps=1e-6):
+    return residual / residual.norm(dim=-1, keepdim=True).clamp(min=eps)
+
+
+@near_miss("unit_residual", "no eps: nothing over nothing", "zero")
+def unit_without_eps(residual, eps=1e-6):
+    return residual / residual.norm(dim=-1, keepdim=True)
+
+
+@near_miss("unit_residual", "the sum of sizes instead of the Euclidean norm")
+def unit_by_sum(residual, eps=1e-6):
+    return residual / (residual.abs().sum(-1, keepdim=True) + eps)
+
+
+@near_miss("cross_signal_ntk", "the mean over the vocabulary: K_DR shrinks with the tokenizer")
+def ntk_as_mean(residual_d, residual_r):
+    return (residual_d * residual_r).mean(-1)
+
+
+@near_miss("cross_signal_ntk", "the product of the sums, which is 0: a residual sums to 0")
+def ntk_of_sums(residual_d, residual_r):
+    return residual_d.sum(-1) * residual_r.sum(-1)
+
+
+@near_miss("cross_signal_ntk", "the sign: the product of the two descent directions with one of them turned")
+def ntk_flipped(residual_d, residual_r):
+    return -(residual_d * residual_r).sum(-1)
+
+
+@near_miss("cross_signal_ntk", "summed over the row: one number a completion, spread over its tokens")
+def ntk_of_the_row(residual_d, residual_r):
+    return (residual_d * residual_r).sum((-2, -1))[:, None].expand(residual_d.shape[:2])
+
+
+def pulled_wrong(logits, parameters, residual_d, residual_r, mixed: bool, cosine_of: str):
+    """Exact K_DR by loops; `mixed` pulls the teacher's residuals of all positions at once."""
+    flat = lambda seed: torch.cat([g.flatten() for g in torch.autograd.grad(logits, parameters, seed, retain_graph=True)])
+    k_dr, cosine = torch.zeros(2, *logits.shape[:2], dtype=F64)
+    for b, t in itertools.product(*map(range, logits.shape[:2])):
+        at = torch.zeros_like(logits)
+        at[b, t] = 1.0
+        h_d, h_r = flat(residual_d if mixed else at * residual_d), flat(at * residual_r)
+        k_dr[b, t] = h_d @ h_r
+        lengths = {"gradients": h_d.norm() * h_r.norm(), "residuals": residual_d[b, t].norm() * residual_r[b, t].norm()}[cosine_of]
+        cosine[b, t] = k_dr[b, t] / lengths
+    return k_dr, cosine
+
+
+@near_miss("exact_cross_signal_ntk", "one backward pass of the teacher for all positions: their terms mix")
+def exact_ntk_mixed(logits, parameters, residual_d, residual_r, eps=1e-12):
+    return pulled_wrong(logits, parameters, residual_d, residual_r, True, "gradients")
+
+
+@near_miss("exact_cross_signal_ntk", "the cosine divides by the norms of the residuals, not of their pulls: it leaves [-1, 1]")
+def exact_ntk_with_cosine_of_residuals(logits, parameters, residual_d, residual_r, eps=1e-12):
+    return pulled_wrong(logits, parameters, residual_d, residual_r, False, "residuals")
+
+
+@near_miss("exact_cross_signal_ntk", "the residual form under the name of the exact one")
+def exact_ntk_of_residuals(logits, parameters, residual_d, residual_r, eps=1e-12):
+    return (residual_d * residual_r).sum(-1), F.cosine_similarity(residual_d, residual_r, -1)
+
+
+@near_miss("exact_cross_signal_ntk", "the first parameter only: a layer's kernel is not the model's")
+def exact_ntk_of_one_layer(logits, parameters, residual_d, residual_r, eps=1e-12):
+    return pulled_wrong(logits, parameters[:1], residual_d, residual_r, False, "gradients")
+
+
+@near_miss("select_gate", "> 0: where the reward is silent the teacher is too, and nothing is learned")
+def select_gate_strict(k_dr, max_share=0.5):
+    return max_share * (k_dr > 0).double()
+
+
+@near_miss("select_gate", "the sign: listens to the teacher exactly where it works against the reward")
+def select_gate_inverted(k_dr, max_share=0.5):
+    return max_share * (k_dr <= 0).double()
+
+
+@near_miss("select_gate", "all or nothing: an admitted teacher takes the whole token")
+def select_gate_full(k_dr, max_share=0.5):
+    return (k_dr >= 0).double()
+
+
+@near_miss("soft_gate", "without max_share: the teacher may take the whole token")
+def soft_gate_full(cosine, max_share=0.5, sharpness=1.0):
+    return (sharpness * cosine).sigmoid()
+
+
+@near_miss("soft_gate", "sharpness forgotten")
+def soft_gate_blunt(cosine, max_share=0.5, sharpness=1.0):
+    return max_share * cosine.sigmoid()
+
+
+@near_miss("soft_gate", "tanh: a negative share pushes away from the teacher")
+def soft_gate_signed(cosine, max_share=0.5, sharpness=1.0):
+    return max_share * (sharpness * cosine).tanh()
+
+
+@near_miss("soft_gate", "max_share inside the sigmoid")
+def soft_gate_inside(cosine, max_share=0.5, sharpness=1.0):
+    return (max_share * sharpness * cosine).sigmoid()
+
+
+def m3_wrong(of_d, of_r, unit=lambda x: x / x.norm(dim=-1, keepdim=True)):
+    """M3 with the shares of_d(alpha) and of_r(alpha)"""
+    return lambda d, r, gate, eps=1e-6: of_d(gate[..., None]) * unit(d) + of_r(gate[..., None]) * unit(r)
+
+
+@near_miss("m3_residual", "the shares swapped: a rejected teacher gets everything")
+def m3_swapped(residual_d, residual_r, gate, eps=1e-6):
+    return m3_wrong(lambda a: 1 - a, lambda a: a)(residual_d, residual_r, gate)
+
+
+@near_miss("m3_residual", "the teacher is added, the reward keeps its full weight")
+def m3_added(residual_d, residual_r, gate, eps=1e-6):
+    return m3_wrong(lambda a: a, lambda a: 1.0)(residual_d, residual_r, gate)
+
+
+@near_miss("m3_residual", "gated but not normalised: the loud signal still drowns the quiet one")
+def m3_not_normalised(residual_d, residual_r, gate, eps=1e-6):
+    return m3_wrong(lambda a: a, lambda a: 1 - a, lambda x: x)(residual_d, residual_r, gate)
+
+
+@near_miss("m3_residual", "normalised after they were mixed: the louder one decides the direction")
+def m3_normalised_last(residual_d, residual_r, gate, eps=1e-6):
+    mix = gate[..., None] * residual_d + (1 - gate[..., None]) * residual_r
+    return mix / (mix.norm(dim=-1, keepdim=True) + eps)
+
+
+@near_miss("residual_terms", "multiplied before it is filled: one logit of -inf makes the loss NaN", "never")
+def residual_terms_unfilled(logits, residual):
+    return (logits * residual.detach()).sum(-1)
+
+
+@near_miss("residual_terms", "the residual is not detached: gradients flow through gates and norms", "graph")
+def residual_terms_attached(logits, residual):
+    return (logits * residual).sum(-1)
+
+
+@near_miss("residual_terms", "the probabilities instead of the logits: a second softmax Jacobian")
+def residual_terms_of_probabilities(logits, residual):
+    return (logits.softmax(-1) * residual.detach()).sum(-1)
+
+
+@near_miss("residual_terms", "the mean over the vocabulary: the step shrinks with the tokenizer")
+def residual_terms_as_mean(logits, residual):
+    return (logits * residual.detach()).mean(-1)
+
+
+@near_miss("gradient_geometry", "kappa upside down: drowning reads as harmony")
+def geometry_inverted(grad_r, grad_d):
+    return grad_d.norm() / grad_r.norm(), F.cosine_similarity(grad_r, grad_d, 0)
+
+
+@near_miss("gradient_geometry", "the ratio of the squared norms")
+def geometry_squared(grad_r, grad_d):
+    return (grad_r @ grad_r) / (grad_d @ grad_d), F.cosine_similarity(grad_r, grad_d, 0)
+
+
+@near_miss("gradient_geometry", "the cosine of a zero gradient is 0 / 0", "zero")
+def geometry_without_silence(grad_r, grad_d):
+    return grad_r.norm() / grad_d.norm(), grad_r @ grad_d / (grad_r.norm() * grad_d.norm())
+
+
+@near_miss("gradient_geometry", "the plain product, which grows with both norms, for the cosine")
+def geometry_without_lengths(grad_r, grad_d):
+    return grad_r.norm() / grad_d.norm(), grad_r @ grad_d
+
+
+@near_miss("drowning_threshold", "alpha and 1 - alpha swapped")
+def threshold_swapped(kappa, share):
+    return tensor(-(1 - share) / (share * kappa))
+
+
+@near_miss("drowning_threshold", "-alpha / kappa: the reward's own share forgotten")
+def threshold_without_the_rewards_share(kappa, share):
+    return tensor(-share / kappa)
+
+
+@near_miss("drowning_threshold", "kappa on the wrong side: a louder reward seems safer")
+def threshold_times_kappa(kappa, share):
+    return tensor(-share * kappa / (1 - share))
+
+
+@near_miss("conflict_rate", "counts what lies outside the mask")
+def conflicts_everywhere(k_dr, mask):
+    return (k_dr < 0).sum() / mask.sum(), (k_dr < 0).sum() / (k_dr != 0).sum()
+
+
+@near_miss("conflict_rate", "a silent token is a conflict")
+def conflicts_with_silence(k_dr, mask):
+    return ((k_dr <= 0) & mask).sum() / mask.sum(), ((k_dr < 0) & mask).sum() / ((k_dr != 0) & mask).sum()
+
+
+@near_miss("conflict_rate", "one share twice: silent tokens dilute both")
+def conflicts_once(k_dr, mask):
+    rate = ((k_dr < 0) & mask).sum() / mask.sum()
+    return rate, rate
+
+
+@near_miss("conflict_rate", "the mean of the rows' rates: short completions count for more")
+def conflicts_by_row(k_dr, mask):
+    found = (k_dr < 0) & mask
+    return (found.sum(1) / mask.sum(1)).mean(), (found.sum(1) / ((k_dr != 0) & mask).sum(1)).nanmean()
+
+
+@near_miss("ema", "starts at 0: the first steps are scaled to a hundredth", "start")
+def ema_from_zero(average, value, decay=0.99):
+    return decay * (average or 0.0) + (1 - decay) * value
+
+
+@near_miss("ema", "a step without reward gradient pulls the scale down")
+def ema_with_zeros(average, value, decay=0.99):
+    return decay * average + (1 - decay) * value
+
+
+@near_miss("ema", "the decay weighs the new value")
+def ema_swapped(average, value, decay=0.99):
+    return (1 - decay) * average + decay * value if value else average
+
+
+@near_miss("gradnorm_step", "the sign: the louder signal gets the larger weight")
+def gradnorm_flipped(share, norm_r, norm_d, rate=0.025):
+    return 2 * share - H.gradnorm_step(share, norm_r, norm_d, rate)
+
+
+@near_miss("gradnorm_step", "the weights do not sum to 1: the step size drifts")
+def gradnorm_without_rescaling(share, norm_r, norm_d, rate=0.025):
+    d, r = (2 * x / (norm_d + norm_r) for x in (norm_d, norm_r))
+    return share - rate * d * math.copysign(1.0, share * d - (1 - share) * r)
+
+
+@near_miss("gradnorm_step", "norms in their own unit: a step depends on the scale of the loss", "loud")
+def gradnorm_of_raw_norms(share, norm_r, norm_d, rate=0.025):
+    sign = math.copysign(1.0, share * norm_d - (1 - share) * norm_r)
+    w_d, w_r = share - rate * norm_d * sign, 1 - share + rate * norm_r * sign
+    return min(0.999, max(0.001, w_d / (w_d + w_r)))
+
+
+@near_miss("gradnorm_step", "without bounds: a weight becomes negative", "edge")
+def gradnorm_without_bounds(share, norm_r, norm_d, rate=0.025):
+    return gradnorm_by_hand(share, norm_r, norm_d, rate)
+
+
+def without(of, other):
+    return of - (of @ other) / (other @ other) * other
+
+
+@near_miss("pcgrad", "projects also where the two agree: what both want is lost", "agree")
+def pcgrad_always(grad_r, grad_d):
+    return without(grad_r, grad_d), without(grad_d, grad_r)
+
+
+@near_miss("pcgrad", "the second projection uses the already projected first, and finds no conflict left", "conflict")
+def pcgrad_in_sequence(grad_r, grad_d):
+    new_r = without(grad_r, grad_d)
+    return new_r, grad_d if new_r @ grad_d > -1e-12 else without(grad_d, new_r)
+
+
+@near_miss("pcgrad", "divides by its own norm instead of the other's", "conflict")
+def pcgrad_by_its_own_norm(grad_r, grad_d):
+    dot = grad_r @ grad_d
+    return grad_r - dot / (grad_r @ grad_r) * grad_d, grad_d - dot / (grad_d @ grad_d) * grad_r
+
+
+@near_miss("pcgrad", "adds the component instead of removing it", "conflict")
+def pcgrad_reflected(grad_r, grad_d):
+    return 2 * grad_r - without(grad_r, grad_d), 2 * grad_d - without(grad_d, grad_r)
+
+
+@near_miss("collapsed", "ten bad steps in all, not in a row", "broken")
+def collapsed_in_all(rewards):
+    return sum(reward < 0.05 for reward in rewards) >= 10
+
+
+@near_miss("collapsed", "the mean of the last ten: a collapse that was followed by a good step is missed", "passed")
+def collapsed_by_mean(rewards):
+    return sum(rewards[-10:]) / 10 < 0.05
+
+
+@near_miss("collapsed", "nine are enough", "nine")
+def collapsed_after_nine(rewards):
+    return any(all(reward < 0.05 for reward in rewards[i:i + 9]) for i in range(len(rewards) - 8))
+
+
+@near_miss("collapsed", "at five percent already", "edge")
+def collapsed_at_the_edge(rewards):
+    return any(all(reward <= 0.05 for reward in rewards[i:i + 10]) for i in range(len(rewards) - 9))
+
+
+@near_miss("strategy_for", "Soft and Select swapped")
+def strategy_swapped(kappa):
+    return "m3-soft" if kappa > 5000 else "m3-select" if kappa > 1000 else "hybrid"
+
+
+@near_miss("strategy_for", ">= 1000: the naive mix is enough up to and with 1000", "edge")
+def strategy_at_the_edge(kappa):
+    return "m3-select" if kappa >= 5000 else "m3-soft" if kappa >= 1000 else "hybrid"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2313,7 +2694,8 @@ def hybrid_with_dead_stream(streams):
 # What each near miss is tried on: {function: {case: seed -> (arguments, keywords)}}.  The first argument of a loss is a leaf.
 
 LOSSES = ("token_logps", "token_entropy", "weighted_sum", "aggregate", "policy_terms", "kl_terms", "grpo_loss", "opd_loss",
-          "reverse_kl", "forward_kl", "generalized_jsd", "sft_loss", "hybrid_loss")
+          "reverse_kl", "forward_kl", "generalized_jsd", "sft_loss", "residual_terms", "hybrid_loss")
+STRATEGIES = ("hybrid", "m3-soft", "m3-select")
 RAGGED = torch.arange(5) < torch.tensor([[5], [3], [2], [1]])
 
 
@@ -2332,6 +2714,24 @@ def logits_pair(**keywords):
 
 def streams_case(outcomes, advantages, advantages_opd, entropy, mask, confidence):
     return H.METHODS["rstg"], outcomes, advantages, mask, 0.3, advantages_opd, entropy, confidence
+
+
+def residual_case(*names, **keywords):
+    """From student and teacher logits, ids and advantages of a seed"""
+    return lambda s: (tuple(dict(zip(("student", "teacher", "ids", "a"), [x.detach() for x in logit_case(s)]))[name] for name in names), keywords)
+
+
+def two_layers_case(s: int) -> tuple:
+    """Logits of a small net that mixes its positions, its parameters, two residuals."""
+    first, head = leaf(randn(s, 4, 4)), leaf(randn(s + 1, 5, 6))
+    logits = (first @ randn(s + 2, 3, 4, 6)).tanh() @ head.T
+    return (logits, [first, head], *residual_pair(s, 3, 4, 5)), {}
+
+
+def gradient_pair(seed: int, sign: int) -> tuple:
+    """Two gradients of one side (sign 1) or in conflict (-1)"""
+    r, d = randn(seed, 6), 3 * randn(seed + 1, 6)
+    return (r if (r @ d).sign() == sign else -r, d), {}
 
 
 CASES = {
@@ -2365,6 +2765,30 @@ CASES = {
     "rstg_advantages": {"plain": lambda s: (tuple((rstg_case(s, 3, 2, 12) | {"confidence": tensor([0.5, 0.75, 0.25])}).values()),
                                             {"opd_coef": 0.3})},
     "anneal": {"plain": lambda s: ((20 + s, 5.0, 0.05, 1.0), {})},
+    "reward_residual": {"plain": residual_case("student", "ids", "a")},
+    "distillation_residual": {"plain": residual_case("student", "teacher"), "reverse": residual_case("student", "teacher", kind="reverse_kl"),
+                              "jsd": residual_case("student", "teacher", kind="jsd", teacher_share=0.2),
+                              "clip": residual_case("student", "teacher", clip=0.3)},
+    "unit_residual": {"plain": lambda s: ((randn(s, 3, 4, 5),), {}), "small": lambda s: ((1e-6 * randn(s, 3, 4, 5),), {}),
+                      "zero": lambda s: ((randn(s, 3, 4, 5) * torch.tensor([[0], [1], [2], [3]]),), {})},
+    "cross_signal_ntk": {"plain": lambda s: (residual_pair(s), {})},
+    "exact_cross_signal_ntk": {"plain": two_layers_case},
+    "select_gate": {"plain": lambda s: ((randn(s, 3, 4) * torch.tensor([0, 1, 1, 1]),), {})},
+    "soft_gate": {"plain": lambda s: ((randn(s, 3, 4).tanh(),), {"max_share": 0.4, "sharpness": 3.0})},
+    "m3_residual": {"plain": lambda s: ((*residual_pair(s), randn(s + 4, 3, 4).sigmoid()), {})},
+    "residual_terms": {"plain": lambda s: ((randn(s, 3, 4, 5), randn(s + 1, 3, 4, 5)), {}),
+                       "never": lambda s: ((randn(s, 3, 4, 5).masked_fill(torch.arange(5) == 1, -INF), randn(s + 1, 3, 4, 5)), {}),
+                       "graph": lambda s: ((randn(s, 3, 4, 5), leaf(randn(s + 1, 3, 4, 5))), {})},
+    "gradient_geometry": {"plain": lambda s: ((randn(s, 6), 3 * randn(s + 1, 6)), {}), "zero": lambda s: ((0 * randn(s, 6), randn(s + 1, 6)), {})},
+    "drowning_threshold": {"plain": lambda s: ((2.0 + s, 0.2), {})},
+    "conflict_rate": {"plain": lambda s: ((randn(s, 4, 5) * (randint(s + 1, 3, 4, 5) > 0), RAGGED), {})},
+    "ema": {"plain": lambda s: ((2.0, s / 10, 0.9), {}), "start": lambda s: ((None, 3.0 + s), {})},
+    "gradnorm_step": {"plain": lambda s: ((0.5, 1.0 + s, 3.0), {}), "loud": lambda s: ((0.5, 50.0 + s, 70.0), {"rate": 0.001}),
+                      "edge": lambda s: ((0.01, 1.0, 300.0 + s), {})},
+    "pcgrad": {"agree": lambda s: gradient_pair(s, 1), "conflict": lambda s: gradient_pair(s, -1)},
+    "collapsed": {"broken": lambda s: (([0.0] * 9 + [0.5] + [0.0] * 9,), {}), "passed": lambda s: (([0.0] * 10 + [0.9] * 9,), {}),
+                  "nine": lambda s: (([0.0] * 9,), {}), "edge": lambda s: (([0.05] * 10,), {})},
+    "strategy_for": {"plain": lambda s: ((6000.0,), {}), "edge": lambda s: ((1000.0 if s else 5000.0,), {})},
     "listening": {"plain": lambda s: ((tensor([[0, 0], [0, 1], [1, 1]]), "failed"), {})},
     "advantage_streams": {"plain": lambda s: (streams_case(**rstg_case(s) | {"advantages": randn(s, 3, 2)}), {})},
     "hybrid_loss": {"plain": lambda s: (({"reward": (leaf(randn(s, 2, 3)), torch.ones(2, 3, dtype=F64)),
@@ -2386,7 +2810,7 @@ def outcome(name: str, function, case: str, seed: int) -> list:
         args = (leaf(args[0]), *args[1:])
     leaves = [x for x in tensors_in(args) if x.requires_grad]
     value = function(*args, **keywords)
-    values = tensors_in(value) or [tensor(value)]
+    values = tensors_in(value) or [tensor(STRATEGIES.index(value) if isinstance(value, str) else value)]
     grads = torch.autograd.grad(values[0].sum(), leaves, allow_unused=True) if leaves and values[0].requires_grad else []
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(list(grads) or [None] * len(leaves), leaves)]
     return [x.detach().double() for x in values + grads]
