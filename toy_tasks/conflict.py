@@ -18,17 +18,19 @@ import hybrid_rl as H
 from toy_tasks import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
-REGIMES = {"as shipped": {}, "teacher = student at step 0": {"teacher": str(MODELS / "student")}, "lr x 5": {"lr": 5e-3}}
-ARMS = [(regime, method) for regime in REGIMES for method in ("hybrid", "m3-soft")] + [("as shipped", "m3-select"), ("as shipped", "m3-select --exact-gate")]
+REGIMES = {"as shipped": {}, "teacher = student at step 0": {"teacher": str(MODELS / "student")}, "lr x 2": {"lr": 2e-3}, "lr x 3": {"lr": 3e-3}}
+ARMS = [(regime, method) for regime in REGIMES for method in ("hybrid --diagnose", "m3-soft --diagnose")]
+ARMS += [("as shipped", "m3-select --diagnose"), ("as shipped", "m3-select --exact-gate --diagnose")]
+ARMS += [(regime, "grpo") for regime in ("as shipped", "lr x 2", "lr x 3")]      # the reward alone, for comparison
 
 
 def run(arm: tuple[str, str], seed: int, steps: int, out: Path) -> dict:
     """Metrics and accuracy of one run, trained if it is not there yet"""
     regime, words = arm
-    folder = out / f"{list(REGIMES).index(regime)} {words.replace(' --', '+')} {seed} {steps}".replace(" ", "-")
+    folder = out / f"{regime} {words} {seed} {steps}".replace(" --", "+").replace(" ", "-").replace("=", "is")
     if not (folder / "final").exists():
         flags = [f"{H.flag_of(k)}={v}" for k, v in (REGIMES[regime] | {"steps": steps, "seed": seed, "out": folder, "save_every": 0}).items()]
-        done = subprocess.run([sys.executable, ROOT / "hybrid_rl.py", "--method", *words.split(), *flags, "--overwrite", "--diagnose"],
+        done = subprocess.run([sys.executable, ROOT / "hybrid_rl.py", "--method", *words.split(), *flags, "--overwrite"],
                               cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{arm}, seed {seed}: exit code {done.returncode}\n{done.stderr[-500:]}")
@@ -52,7 +54,9 @@ def report(results: dict[tuple, list[dict]]) -> str:
     """The three tables; a cell is the mean over seeds and their range"""
     text = ["Over training: first and last fifth of the steps.  Mean over seeds [lowest, highest seed]; kappa is a median over steps.\n",
             f"{'regime':28}{'method':24}{'steps':7}{'reward':20}{'kappa':24}{'cos phi':22}{'conflict, all':20}{'conflict, scored':20}{'L_D':23}"]
-    for (regime, method), runs in results.items():
+    results = {(regime, method.replace(" --diagnose", "")): runs for (regime, method), runs in results.items()}
+    watched = {arm: runs for arm, runs in results.items() if arm[1] != "grpo"}
+    for (regime, method), runs in watched.items():
         fifth = len(runs[0]["lines"]) // 5
         for name, part in (("first", slice(0, fifth)), ("last", slice(-fifth, None))):
             cell = lambda key, digits=".2f", how=mean: seeds_cell([over(r["lines"][part], key, how) for r in runs], digits)
@@ -61,7 +65,7 @@ def report(results: dict[tuple, list[dict]]) -> str:
     text += ["\nDrowning: <g_D, g> < 0 predicts that the step raises L_D (a theorem for small plain steps; training is AdamW).",
              "Steps of all seeds; how often L_D on the step's completions really rose where it was predicted, and where it was not.\n",
              f"{'regime':28}{'method':24}{'steps':>6}{'predicted':>11}{'rose | predicted':>18}{'rose | not':>12}"]
-    for (regime, method), runs in results.items():
+    for (regime, method), runs in watched.items():
         steps = [line for r in runs for line in r["lines"] if line["drowning"] is not None]
         rose = lambda some: f"{100 * mean(line['distillation_change'] > 0 for line in some):.0f} %" if some else "-"
         yes, no = ([line for line in steps if line["drowning"] is wanted] for wanted in (True, False))
