@@ -1688,6 +1688,7 @@ def test_a_clipped_token_is_silent_in_every_form_of_the_residual(seed):
     for kind in ("forward_kl", "reverse_kl", "jsd"):
         found, free = H.distillation_residual(student, teacher, kind, clip=tau), H.distillation_residual(student, teacher, kind)
         bit_equal(found, free.masked_fill(above[..., None], 0.0), f"{kind} where JSD_1/2 > tau")
+        bit_equal(H.distillation_residual(student, teacher, kind, clip=0.0), torch.zeros_like(free), f"{kind} at a tau of 0")
     unit = H.unit_residual(H.distillation_residual(student, teacher, clip=tau))
     bit_equal(unit.norm(dim=-1) > 0.5, ~above, "it is clipped before it is normalised")
 
@@ -1767,7 +1768,7 @@ def test_for_the_lm_head_alone_both_forms_of_k_dr_have_one_sign(bias, seed):
     logits = hidden @ head[0].T + (head[1] if bias else 0.0)
     d = H.distillation_residual(logits, 2 * randn(seed + 3, 3, 4, 5))
     r = H.reward_residual(logits, randint(seed, 5, 3, 4), randn(seed + 4, 3, 1))
-    exact, cosine = H.exact_cross_signal_ntk(logits, head[:1 + bias], d, r)
+    exact, cosine = H.exact_cross_signal_ntk(logits, head[:1 + bias], d, r, eps=0.0)
     residual = H.cross_signal_ntk(d, r)
     kernel = hidden.square().sum(-1) + bias      # J_n delta = delta outer (h_n, 1), so K(n, n) = (|h_n|^2 + 1) identity
     same(exact, kernel * residual, "exact K_DR is the residual form times a positive number")
@@ -2039,7 +2040,7 @@ def test_the_scale_starts_at_the_first_step_with_a_reward_gradient():
     second = 0.99 * 2 + 0.01 * 4
     assert seen[:4] == [None, None, 2.0, 2.0], f"expected the scale to start at 2 and to pass over zeros, got {seen}"
     same(tensor(seen[4:]), tensor([second, 0.99 * second + 0.01 * 1]), "0.99 of the old, 0.01 of the new")
-    same(H.ema(3.0, 5.0, 0.5), 4.0, "decay one half")
+    same(tensor([H.ema(3.0, 5.0, 0.5), H.ema(0.0, 5.0, 0.5)]), tensor([4.0, 2.5]), "decay one half; a scale of 0 is a scale")
     assert (H.ema(3.0, 5.0, 0.0), H.ema(3.0, 5.0, 1.0)) == (5.0, 3.0), "expected the new at decay 0 and the old at 1"
 
 
@@ -2074,6 +2075,7 @@ def test_a_gradnorm_step_equals_its_loop(share, norm_r, norm_d, rate):
 
 
 def test_gradnorm_stands_still_in_silence_and_keeps_both_signals_alive():
+    same(H.gradnorm_step(0.5, 1.0, 3.0), gradnorm_by_hand(0.5, 1.0, 3.0, 0.025), "GradNorm's own rate, 0.025")
     assert H.gradnorm_step(0.3, 0.0, 2.0) == H.gradnorm_step(0.3, 2.0, 0.0) == 0.3, "expected no step where a norm is 0"
     ends = H.gradnorm_step(0.002, 1e-9, 1.0), H.gradnorm_step(0.998, 1.0, 1e-9)
     assert ends == (0.001, 0.999), f"expected the share kept between 0.001 and 0.999, got {ends}"
