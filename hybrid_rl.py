@@ -204,7 +204,8 @@ class Config:
     no_sft: bool = knob(False, "RSTG without its imitation", "", "rstg")
 
     teacher_share: float = knob(0.5, "the teacher's share alpha of a hybrid's loss; gradnorm starts there", "in [0, 1)", "share")
-    divergence_clip: float = knob(0.05, "JSD (nats) above which a token does not hear the teacher (tau); 0.7 = none", "> 0", "mix")
+    divergence_clip: float = knob(0.05, "JSD in nats above which a token does not hear the teacher (tau); 0.7 = never", "> 0",
+                                    "mix")
     gradnorm_rate: float = knob(0.025, "how fast gradnorm moves the share", "in (0, 1)", "gradnorm")
     # CHOICE: 0.5; the paper uses 0.001 to 0.5.  test_m3_keeps_the_stated_defaults
     max_teacher_share: float = knob(0.5, "largest share of the teacher at a token (M3's alpha_max)", "in [0, 1]", "m3")
@@ -360,7 +361,7 @@ def group_advantages(rewards: Tensor, *, scale: str = "group_std", ddof: int = 0
     for G = 1 (nothing to compare with), for rewards that are not finite, and for other words.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards {tuple(rewards.shape)}: need (N, G) with G 2 or more; a group of one has nothing to compare with")
+        raise ValueError(f"rewards {tuple(rewards.shape)}: need (N, G) with G 2 or more; one alone has nothing to compare with")
     if scale not in ("group_std", "batch_std", "none") or baseline not in ("mean", "leave_one_out") or ddof not in (0, 1):
         raise ValueError(f"scale {scale!r}, baseline {baseline!r}, ddof {ddof}: must be group_std, batch_std or none; "
                          "mean or leave_one_out; 0 or 1")
@@ -651,7 +652,7 @@ def reward_residual(logits: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
 
     At rho = 1, of policy_terms with these advantages: GRPO's, or A_opd for PG-style OPD; with A = 1 of sft_loss.
     logits[b,t] predict ids[b,t]: aligned, where token_logps shifts.  At a temperature give logits / temperature, here
-    and below.  Detached, as all of this section.  Raises ValueError where shapes differ.
+    and below.  Residuals, gates and K_DR are constants: detached.  Raises ValueError where shapes differ.
     """
     a = _per_token(advantages, ids)
     same_shape(**{"logits (without vocabulary)": logits[..., 0], "ids": ids, "advantages": a})
@@ -668,14 +669,14 @@ def distillation_residual(student_logits: Tensor, teacher_logits: Tensor, kind: 
 
     With clip (tau, nats) the residual is 0 where generalized_jsd > clip: there min(JSD, tau) is constant.  M3's K_DR
     and normalised residual use forward_kl, whose direction the others share near agreement (JSD_1/2 is 1/4 of it).
-    Raises ValueError for another kind.
+    reverse_kl is NaN, as its value is inf, where the student can say what the teacher cannot.  Raises ValueError for another kind.
     """
     logp_s, logp_t = _log_softmaxes(student_logits.detach(), teacher_logits, 1.0)
     p_s, p_t = logp_s.exp(), logp_t.exp()
     if kind == "forward_kl":
         residual = p_s - p_t
     elif kind in ("reverse_kl", "jsd"):
-        share = 1.0 if kind == "reverse_kl" else 1 - teacher_share
+        share = 1.0 if kind == "reverse_kl" else 1 - _share("teacher_share", teacher_share)
         other = logp_t if kind == "reverse_kl" else (teacher_share * p_t + share * p_s).log()
         log_ratio = (logp_s - other).masked_fill(p_s == 0, 0.0)                  # what the student cannot say has no gradient
         residual = share * p_s * (log_ratio - (p_s * log_ratio).sum(dim=-1, keepdim=True))
@@ -708,20 +709,20 @@ def exact_cross_signal_ntk(logits: Tensor, parameters: Sequence[Tensor], residua
                            eps: float = 1e-12) -> tuple[Tensor, Tensor]:
     """K_DR[b,t] = <J_t delta_D, J_t delta_R>, J_t = dlogits[b,t]/dparameters, and its cosine      (B, T, V) x3 -> (B, T) x2
 
-    cos phi = K_DR / (|J_t delta_D| |J_t delta_R| + eps).  logits carry their graph.  Two backward passes a position, in one
-    batch: for small models and few positions.  Positions where a residual is 0 give 0 and cost nothing.
+    cos phi = K_DR / (|J_t delta_D| |J_t delta_R| + eps).  logits carry their graph.  Two backward passes a position, batched by
+    16 positions: for small models and few of them.  Positions where a residual is 0 give 0 and cost nothing.
     """
     same_shape(logits=logits, residual_d=residual_d, residual_r=residual_r)
-    k_dr = torch.zeros(logits.shape[:2], dtype=logits.dtype, device=logits.device)
+    k_dr = torch.zeros(logits.shape[:2], dtype=upcast(logits).dtype, device=logits.device)
     cosine, live = k_dr.clone(), (residual_d.ne(0).any(dim=-1) & residual_r.ne(0).any(dim=-1)).nonzero()
-    if len(live):
-        n, (b, t) = torch.arange(len(live), device=logits.device), live.unbind(dim=1)
-        probes = torch.zeros(2, len(live), *logits.shape, dtype=logits.dtype, device=logits.device)
+    for some in live.split(16) if len(live) else ():
+        n, (b, t) = torch.arange(len(some), device=logits.device), some.unbind(dim=1)
+        probes = torch.zeros(2, len(some), *logits.shape, dtype=logits.dtype, device=logits.device)
         for probe, residual in zip(probes, (residual_d, residual_r)):
             probe[n, b, t] = residual[b, t].to(logits.dtype)
         pulled = torch.autograd.grad(logits, parameters, probes.flatten(0, 1), retain_graph=True, is_grads_batched=True,
                                      allow_unused=True)
-        h_d, h_r = torch.cat([g.flatten(1) for g in pulled if g is not None], dim=1).view(2, len(live), -1)
+        h_d, h_r = upcast(torch.cat([g.flatten(1) for g in pulled if g is not None], dim=1)).view(2, len(some), -1)
         k_dr[b, t] = (h_d * h_r).sum(dim=1)
         cosine[b, t] = k_dr[b, t] / (h_d.norm(dim=1) * h_r.norm(dim=1) + eps)
     return k_dr, cosine
@@ -783,7 +784,8 @@ def gradient_geometry(grad_r: Tensor, grad_d: Tensor) -> tuple[Tensor, Tensor]:
 def drowning_threshold(kappa: float | Tensor, share: float) -> Tensor:
     """-alpha / ((1 - alpha) kappa)                                                                          () -> ()
 
-    Below this cos phi a small gradient step on (1-alpha) L_R + alpha L_D raises L_D.  dL_D is proportional to -[alpha + (1-alpha) kappa cos phi]: the louder the reward, the milder a conflict suffices.
+    Below this cos phi a small gradient step on (1-alpha) L_R + alpha L_D raises L_D: magnitude drowning.  dL_D is
+    proportional to -[alpha + (1-alpha) kappa cos phi]: the louder the reward, the milder a conflict suffices.
     """
     return -_share("share", share) / ((1 - share) * torch.as_tensor(kappa))
 
@@ -805,24 +807,24 @@ def ema(average: float | None, value: float, decay: float = 0.99) -> float | Non
     M3's scale s, with value = |g_R| before normalisation.  Raises ValueError for a decay outside [0, 1].
     """
     # CHOICE: decay 0.99, a step without reward gradient is none.  test_the_scale_starts_at_the_first_step_with_a_reward_gradient
+    kept = _share("decay", decay)
     if not value:
         return average
-    return value if average is None else _share("decay", decay) * average + (1 - decay) * value
+    return value if average is None else kept * average + (1 - kept) * value
 
 
 def gradnorm_step(share: float, norm_r: float, norm_d: float, rate: float = 0.025) -> float:
-    """One step of alpha towards alpha |g_D| = (1 - alpha) |g_R|, that is alpha = kappa / (1 + kappa)
+    """One step of alpha towards alpha |g_D| = (1 - alpha) |g_R|, that is towards alpha = kappa / (1 + kappa)
 
-    GradNorm, arXiv:1711.02257: descent on sum_i |w_i |g_i| - mean|, then the weights are rescaled to sum 1.  Unchanged where a
-    norm is 0.  Kept in [0.001, 0.999].
+    After GradNorm, arXiv:1711.02257: descent on sum_i |w_i |g_i| - mean|, the weights rescaled to sum 1.  Unchanged where a norm
+    is 0 or both are equally loud; else the odds of the share move by the factor exp(2 rate).
     """
-    # CHOICE: no loss ratios (GRPO's loss is 0), norms over their mean.  test_gradnorm_settles_where_the_two_norms_are_equal
+    # DEVIATES: no loss ratios (GRPO's loss is 0); log weights, which need no clamp.  test_gradnorm_settles_where_the_two_norms_are_equal
     if not norm_r or not norm_d:
         return share
-    d, r = (norm / ((norm_d + norm_r) / 2) for norm in (norm_d, norm_r))
-    louder = math.copysign(1.0, share * d - (1 - share) * r)
-    weight_d, weight_r = share - rate * d * louder, 1 - share + rate * r * louder
-    return min(0.999, max(0.001, weight_d / (weight_d + weight_r)))
+    difference = share * norm_d - (1 - share) * norm_r
+    odds = share / (1 - share) * math.exp(-2 * rate * math.copysign(bool(difference), difference))
+    return odds / (1 + odds)
 
 
 def pcgrad(grad_r: Tensor, grad_d: Tensor) -> tuple[Tensor, Tensor]:

@@ -2045,25 +2045,22 @@ def test_the_scale_starts_at_the_first_step_with_a_reward_gradient():
 
 
 def gradnorm_by_hand(share: float, norm_r: float, norm_d: float, rate: float) -> float:
-    """Descent on |w_D d - mean| + |w_R r - mean|, the mean a constant; d, r norms in units of theirs; then the sum is made 1."""
-    d, r = 2 * norm_d / (norm_d + norm_r), 2 * norm_r / (norm_d + norm_r)
-    mean = (share * d + (1 - share) * r) / 2
-    w_d = share - rate * d * (1 if share * d >= mean else -1)
-    w_r = 1 - share - rate * r * (-1 if share * d >= mean else 1)
+    """Of w_D |g_D| and w_R |g_R| the louder loses `rate` of its log weight, the other wins it; then the sum is made 1."""
+    louder = (share * norm_d > (1 - share) * norm_r) - (share * norm_d < (1 - share) * norm_r)
+    w_d, w_r = (math.exp(math.log(w) - by) for w, by in ((share, rate * louder), (1 - share, -rate * louder)))
     return w_d / (w_d + w_r)
 
 
-@pytest.mark.parametrize("kappa", [0.2, 1.0, 3.0, 9.0])
-@pytest.mark.parametrize("start, scale, rate", [(0.001, 1.0, 0.025), (0.5, 1e-6, 0.01), (0.999, 1e6, 0.003)])
+@pytest.mark.parametrize("kappa", [0.2, 1.0, 9.0, 5000.0])
+@pytest.mark.parametrize("start, scale, rate", [(0.001, 1.0, 0.025), (0.5, 1e-6, 0.02), (0.999, 1e6, 0.05)])
 def test_gradnorm_settles_where_the_two_norms_are_equal(kappa, start, scale, rate):
     share, seen = start, []
     for _ in range(700):
         share = H.gradnorm_step(share, kappa * scale, scale, rate)
         seen.append(share)
-    gap = max(abs(x - kappa / (1 + kappa)) for x in seen[-100:])
-    assert gap <= 2 * rate, f"expected a share within a step of kappa / (1 + kappa) = {kappa / (1 + kappa)}, got {seen[-3:]}"
-    middle = sum(seen[-100:]) / 100
-    assert abs(middle / (1 - middle) / kappa - 1) < 0.1, f"expected share |g_D| = (1 - share) |g_R| on average, got {middle}"
+    for share in seen[-100:]:
+        odds = share / (1 - share)
+        assert abs(math.log(odds / kappa)) <= 2 * rate + 1e-9, f"expected odds within a step of kappa {kappa}, got {odds}"
 
 
 @given(st.floats(0.1, 0.9), st.floats(0.1, 10), st.floats(0.1, 10), st.sampled_from([0.001, 0.025]))
@@ -2074,18 +2071,10 @@ def test_a_gradnorm_step_equals_its_loop(share, norm_r, norm_d, rate):
         assert (found < share) == (share * norm_d > (1 - share) * norm_r), "expected the louder part to lose"
 
 
-def test_gradnorm_stands_still_in_silence_and_keeps_both_signals_alive():
-    same(H.gradnorm_step(0.5, 1.0, 3.0), gradnorm_by_hand(0.5, 1.0, 3.0, 0.025), "GradNorm's own rate, 0.025")
+def test_gradnorm_stands_still_in_silence_and_at_its_equilibrium():
+    same(H.gradnorm_step(0.5, 1.0, 3.0), gradnorm_by_hand(0.5, 1.0, 3.0, 0.025), "the rate is 0.025")
     assert H.gradnorm_step(0.3, 0.0, 2.0) == H.gradnorm_step(0.3, 2.0, 0.0) == 0.3, "expected no step where a norm is 0"
-    ends = H.gradnorm_step(0.002, 1e-9, 1.0), H.gradnorm_step(0.998, 1.0, 1e-9)
-    assert ends == (0.001, 0.999), f"expected the share kept between 0.001 and 0.999, got {ends}"
-
-
-def test_gradnorm_cannot_balance_a_reward_a_thousand_times_louder():
-    share = 0.5
-    for _ in range(200):
-        share = H.gradnorm_step(share, 5000.0, 1.0)
-    assert share == 0.999, f"expected the bound, short of 5000/5001: the reward stays 5 times louder; got {share}"
+    assert H.gradnorm_step(0.75, 3.0, 1.0) == 0.75 and H.gradnorm_step(0.5, 2.0, 2.0) == 0.5, "expected rest where both are equally loud"
 
 
 @given(SEEDS, st.integers(2, 6), st.sampled_from([0.01, 1.0, 1000.0]))
@@ -2473,25 +2462,24 @@ def ema_swapped(average, value, decay=0.99):
 
 @near_miss("gradnorm_step", "the sign: the louder signal gets the larger weight")
 def gradnorm_flipped(share, norm_r, norm_d, rate=0.025):
-    return 2 * share - H.gradnorm_step(share, norm_r, norm_d, rate)
+    return gradnorm_by_hand(share, norm_r, norm_d, -rate)
 
 
 @near_miss("gradnorm_step", "the weights do not sum to 1: the step size drifts")
 def gradnorm_without_rescaling(share, norm_r, norm_d, rate=0.025):
-    d, r = (2 * x / (norm_d + norm_r) for x in (norm_d, norm_r))
-    return share - rate * d * math.copysign(1.0, share * d - (1 - share) * r)
+    return share * math.exp(-rate if share * norm_d > (1 - share) * norm_r else rate)
 
 
-@near_miss("gradnorm_step", "norms in their own unit: a step depends on the scale of the loss", "loud")
+@near_miss("gradnorm_step", "as published, descent on the weights themselves: the step depends on the scale of the loss", "loud")
 def gradnorm_of_raw_norms(share, norm_r, norm_d, rate=0.025):
     sign = math.copysign(1.0, share * norm_d - (1 - share) * norm_r)
     w_d, w_r = share - rate * norm_d * sign, 1 - share + rate * norm_r * sign
-    return min(0.999, max(0.001, w_d / (w_d + w_r)))
+    return w_d / (w_d + w_r)
 
 
-@near_miss("gradnorm_step", "without bounds: a weight becomes negative", "edge")
-def gradnorm_without_bounds(share, norm_r, norm_d, rate=0.025):
-    return gradnorm_by_hand(share, norm_r, norm_d, rate)
+@near_miss("gradnorm_step", "compares the norms without their weights, so it never rests")
+def gradnorm_of_unweighted_norms(share, norm_r, norm_d, rate=0.025):
+    return gradnorm_by_hand(share, norm_r / (1 - share), norm_d / share, rate)
 
 
 def without(of, other):
@@ -2800,8 +2788,7 @@ CASES = {
     "drowning_threshold": {"plain": lambda s: ((2.0 + s, 0.2), {})},
     "conflict_rate": {"plain": lambda s: ((randn(s, 4, 5) * (randint(s + 1, 3, 4, 5) > 0), RAGGED), {})},
     "ema": {"plain": lambda s: ((2.0, s / 10, 0.9), {}), "start": lambda s: ((None, 3.0 + s), {})},
-    "gradnorm_step": {"plain": lambda s: ((0.5, 1.0 + s, 3.0), {}), "loud": lambda s: ((0.5, 50.0 + s, 70.0), {"rate": 0.001}),
-                      "edge": lambda s: ((0.01, 1.0, 300.0 + s), {})},
+    "gradnorm_step": {"plain": lambda s: ((0.2, 1.0 + s / 100, 3.0), {}), "loud": lambda s: ((0.5, 50.0 + s, 70.0), {"rate": 0.001})},
     "pcgrad": {"agree": lambda s: gradient_pair(s, 1), "conflict": lambda s: gradient_pair(s, -1)},
     "collapsed": {"broken": lambda s: (([0.0] * 9 + [0.5] + [0.0] * 9,), {}), "passed": lambda s: (([0.0] * 10 + [0.9] * 9,), {}),
                   "nine": lambda s: (([0.0] * 9,), {}), "edge": lambda s: (([0.05] * 10,), {})},
