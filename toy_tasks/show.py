@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from string import Template
 
 import torch
 
@@ -34,9 +35,9 @@ COLUMNS = (
     ("score", "score", 5, "Soft-OR h + d - h d of min-max scaled h = H, d = |A_opd|, over the tokens that hear the teacher"),
     ("selected", "sel", 3, "among the best-scored tokens of its completion"),
     ("a_grpo", "A_grpo", 6, "(r - mean r) / (std r + eps) of its group: the reward's word, the same for every token"),
-    ("k_dr", "K_DR", 4, "sign of delta_D . delta_R, the teacher's and the reward's pull: - they conflict, 0 one is silent"),
+    ("k_dr", "K_DR", 4, "sign of delta_D . delta_R, teacher's and reward's pull on the logits: - they conflict, 0 one is silent"),
     ("cosine", "cos", 5, "cosine of the two"),
-    ("gate", "gate", 4, "the teacher's share alpha at this token"),
+    ("gate", "gate", 4, "the teacher's share alpha"),
     ("stream", "trained by", 0, "reward, teacher, both or nobody, and why"),
 )
 
@@ -71,8 +72,8 @@ def sample(run: H.Run, step: int) -> tuple[list[str], H.Rollouts, torch.Tensor, 
     config, row = run.config, run.config.row
     problems = H.step_problems(run.problems, step, config.prompts_per_step, config.seed)
     prompts = [run.task.prompt(p) for p in problems]
-    if row.imitation or row.weighted:
-        run.pool |= H.make_pool(run.teacher, run.tokenizer, run.task, [p for p in problems if run.task.prompt(p) not in run.pool], config)
+    if (row.imitation or row.weighted) and (new := [p for p in problems if run.task.prompt(p) not in run.pool]):
+        run.pool |= H.make_pool(run.teacher, run.tokenizer, run.task, new, config)
     torch.manual_seed(config.seed * 1_000_003 + step)       # as train_step
     if row.rollouts == "pool":          # sft samples nothing; the student's own answers say which kind a prompt is of
         made = H.rollout(run.student, run.tokenizer, prompts, config.group_size, temperature=config.temperature,
@@ -111,10 +112,11 @@ def look(run: H.Run, step: int, exact: bool = False) -> Seen:
     chosen = H.select_tokens(scores, hears, config.select_share) if row.selected and row.distillation else hears
     rate, scored_rate = H.conflict_rate(k_dr, mask)
     routes = H.route_groups(outcomes).tolist()
-    percent = lambda x: "no" if x.isnan() else f"{100 * x:.0f} %"
+    percent = lambda x: f"{100 * x:.0f} %"
     summary = (f"Step {step}: {len(routes)} groups, " + ", ".join(f"{routes.count(r)} {KINDS[r].lower()}" for r in KINDS) +
-               f"; reward and teacher conflict (K_DR < 0) at {percent(scored_rate)} of the tokens where both speak, {percent(rate)} of all tokens")
-    if exact:
+               ("; at no token do both reward and teacher speak" if scored_rate.isnan() else
+                f"; reward and teacher conflict (K_DR < 0) at {percent(scored_rate)} of the tokens where both speak, {percent(rate)} of all tokens"))
+    if exact and not scored_rate.isnan():
         kernel = H.exact_kernel(looking, made, replace(signals, reward=grpo))
         scored = (kernel[0] != 0) & mask
         summary += f"; residual and exact K_DR have the same sign at {percent((kernel[0].sign() == k_dr.sign())[scored].float().mean())} of the {int(scored.sum())} former"
@@ -156,13 +158,12 @@ def stream_of(config: H.Config, route: int, omega: float, token: dict) -> tuple[
 def sentence_of(config: H.Config, route: int, omega: float, opd_coef: float, trajectory: bool) -> str:
     """What the method does with a group, in plain words"""
     row = config.row
-    start = {H.NEGATIVE: "All wrong", H.MIXED: "Right and wrong", H.POSITIVE: "All right"}[route]
     imitates = row.imitation == "all" or (row.imitation and route == H.NEGATIVE)
-    copy = "its shortest correct trajectory is imitated" if trajectory else "there is no correct trajectory of it to imitate"
+    copy = "the teacher's shortest correct trajectory is imitated" if trajectory else "there is none of its trajectories to imitate, since none was right"
     if row.rollouts == "pool":
-        return f"{start}, but the student's own completions are not trained on; the teacher speaks, {copy}."
-    reward = ("this method does not read the reward" if not row.reward else "GRPO pushes the tokens of right completions up and of wrong ones down"
-              if route == H.MIXED else "equal rewards leave GRPO silent")
+        return f"The student's own completions are not trained on: {copy}."
+    reward = ("This method does not read the reward" if not row.reward else "GRPO pushes the tokens of right completions up and of wrong ones down"
+              if route == H.MIXED else "Equal rewards leave GRPO silent")
     if row.distillation is None:
         teacher = f"the teacher is not heard{'' if row.imitation else ' by this method, its columns are for comparison'}"
     elif row.where == "negative" and route != H.NEGATIVE:
@@ -182,7 +183,7 @@ def sentence_of(config: H.Config, route: int, omega: float, opd_coef: float, tra
                "soft": f"with a share up to {config.max_teacher_share:g} that falls as the two conflict, both normalised",
                "eg": "only in the look-ahead at which the reward gradient is taken, both normalised"}[row.join]
         teacher = f"the teacher pulls at every token within {config.divergence_clip:g} nats, {how}"
-    return f"{start}: {reward}; {teacher}" + (f", and {copy}." if imitates else ".")
+    return f"{reward}; {teacher}" + (f", and {copy}." if imitates else ".")
 
 
 def tokens_of(seen: Seen, config: H.Config, b: int) -> list[dict]:
@@ -192,14 +193,14 @@ def tokens_of(seen: Seen, config: H.Config, b: int) -> list[dict]:
     return [token | {"stream": stream_of(config, seen.routes[group], seen.confidence[group], token)} for token in tokens]
 
 
-def pick(seen: Seen, config: H.Config, route: int) -> int | None:
+def pick(seen: Seen, config: H.Config, route: int) -> int:
     """The row to show of a kind: the one whose tokens meet the most different fates, in the fewest tokens, so that one page shows
-    as many reasons as it can (of a mixed group one where both signs of K_DR occur).  None where the batch has no such group."""
+    as many reasons as it can (of a mixed group one where both signs of K_DR occur)."""
     def worth(b: int) -> tuple[int, int]:
         tokens = tokens_of(seen, config, b)
         return len({(t["stream"][0], t["selected"], t["k_dr"] > 0, t["k_dr"] < 0, t["a_opd"] > 0) for t in tokens}), -len(tokens)
 
-    return max((b for b in range(len(seen.rollouts.mask)) if seen.routes[b // seen.rewards.shape[1]] == route), key=worth, default=None)
+    return max((b for b in range(len(seen.rollouts.mask)) if seen.routes[b // seen.rewards.shape[1]] == route), key=worth)
 
 
 def plain(text: str) -> str:
@@ -223,7 +224,7 @@ def cells(token: dict, config: H.Config) -> list[tuple[str, str]]:
     chance = lambda p: f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"
     signed = lambda x: f"{x:+.2f}" if abs(x) < 100 else f"{x:+.0f}"
     chooses, conflict, (who, why) = config.row.selected and config.row.distillation and token["hears"], tone(token["cosine"], 0.3), token["stream"]
-    apart = tone(token["a_opd"]) if abs(token["a_opd"]) >= 0.05 else "nil"
+    apart = tone(token["a_opd"]) if abs(token["a_opd"]) >= 0.1 else ""
     return [(chance(token["p_s"]), ""), (chance(token["p_t"]), apart), (f"{token['entropy']:.2f}", ""), (signed(token["a_opd"]), apart),
             (f"{token['score']:.2f}" if token["hears"] else ".", ""),
             (("yes", "on") if token["selected"] else ("no", "off")) if chooses else (".", "nil"),
@@ -231,7 +232,7 @@ def cells(token: dict, config: H.Config) -> list[tuple[str, str]]:
             (f"{token['cosine']:+.2f}" if token["cosine"] else ".", conflict), (f"{token['gate']:.2f}", ""), (f"{who}: {why}", who)]
 
 
-def panel(run: H.Run, seen: Seen, b: int) -> dict:
+def panel(run: H.Run, seen: Seen, b: int, when: str) -> dict:
     """All that is shown of one completion, as text"""
     config, size = run.config, seen.rewards.shape[1]
     n, decode = b // size, lambda ids: plain(run.tokenizer.decode(ids))
@@ -243,9 +244,9 @@ def panel(run: H.Run, seen: Seen, b: int) -> dict:
     if config.row.imitation and (config.row.imitation == "all" or route == H.NEGATIVE) and own.get("trajectory"):
         shown = H.trajectories_of(run.pool, run.tokenizer, [prompt], run.pad, run.student.device)
         logp, _ = run.score_all(run.student, shown, shown.mask.any(dim=1))
-        facts.append(("imitated", " ".join(f"{decode([i])} ({p:.2f})" for i, p in zip(own["trajectory"], logp[0].exp().tolist()))))
+        facts.append(("imitated", "with p_S  " + " ".join(f"{decode([i])} ({p:.2f})" for i, p in zip(own["trajectory"], logp[0].exp().tolist()))))
     rows = [[(decode([i]), "token"), *cells(token, config)] for i, token in zip(ids, tokens_of(seen, config, b))]
-    return {"kind": KINDS[route], "step": seen.step, "facts": facts, "rows": rows,
+    return {"kind": KINDS[route], "when": when, "facts": facts, "rows": rows,
             "sentence": sentence_of(config, route, omega, seen.opd_coef, bool(own.get("trajectory")))}
 
 
@@ -256,10 +257,13 @@ def explain(run: H.Run, step: int, search: int, exact: bool) -> tuple[list[dict 
     for last in range(step, step + search + 1):
         if last > step:                 # the step is taken, so that what follows is the batch that the run would see
             H.train_step(run, last - 1)
-            seen = look(run, last, exact) 
-        for route in KINDS:
-            if route not in found and (b := pick(seen, run.config, route)) is not None:
-                found[route] = panel(run, seen, b)
+            seen = look(run, last)
+        missing = [route for route in KINDS if route not in found and route in seen.routes]
+        if missing and exact and last > step:
+            seen = look(run, last, exact)
+        for route in missing:
+            b = pick(seen, run.config, route)
+            found[route] = panel(run, seen, b, f"step {last}" + (f", the first that has one, {last - step} updates on" if last > step else ""))
         if len(found) == len(KINDS):
             break
     return [found.get(r, f"{KINDS[r]}: no such group in {'step' if last == step else 'steps'} {step}{f' to {last}' * (last > step)}.") for r in KINDS], first.summary
@@ -269,11 +273,11 @@ def legend(config: H.Config, exact: bool) -> list[tuple[str, str]]:
     """(heading, what it is) of every column, as this method uses it"""
     row, own = config.row, {}
     tau = f", or the teacher is further away than {config.divergence_clip:g} nats (clipped)" if row.distillation == "jsd" and row.reward else ""
-    own["k_dr"] = tau + (", exact (all of the student's Jacobian)" if exact else ", residual form")
-    own["gate"] = (" that M3-Select would give" if row.join in ("select", "eg") else " that M3-Soft would give") * (not row.m3)
+    own["k_dr"] = tau + ("; exact, through the student's Jacobian" if exact else "; residual form")
+    own["gate"] = " that M3-Soft would give (this method has none)" * (not row.m3)
     own["selected"] = "" if row.selected and row.distillation else " (this method does not select)"
     own["a_grpo"] = "" if row.reward else " (this method does not read it)"
-    return [(heading, text + own.get(key, "")) for key, heading, _, text in COLUMNS]
+    return [(heading, text + own.get(key, "")) for key, heading, _, text in COLUMNS] + [(".", "does not apply here")]
 
 
 ANSI = {"plus": "32", "minus": "31", "on": "1", "off": "2", "nil": "2", "reward": "34", "teacher": "35", "both": "36", "nobody": "2"}
@@ -284,21 +288,22 @@ def as_text(title: str, panels: list, summary: str, legend: list, colour: bool) 
     widths = [w or WIDTH - sum(c[2] + 1 for c in COLUMNS[:-1]) - 1 for *_, w, _ in COLUMNS]
     line = lambda row: " ".join(paint(fit(text, w) if i in (0, len(row) - 1) else fit(text.rjust(w), w), cls)
                                 for i, (w, (text, cls)) in enumerate(zip(widths, row))).rstrip()
-    wrap = lambda text, indent="": textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    wrap = lambda text, name="": textwrap.fill(text.replace(" %", "\0%"), WIDTH, initial_indent=f"{name:12}"[:12 * bool(name)],
+                                               subsequent_indent=" " * 12 * bool(name)).replace("\0", " ")
     out = [title]
     for p in panels:
         if isinstance(p, str):
             out += ["", p]
             continue
-        out += ["", fit(f"-- {p['kind']}, step {p['step']} " + "-" * WIDTH, WIDTH - 1)[:-1], *(fit(f"{name:12}{text}", WIDTH).rstrip() for name, text in p["facts"]),
+        out += ["", fit(f"-- {p['kind']}, {p['when']} " + "-" * WIDTH, WIDTH - 1)[:-1], *(fit(f"{name:12}{text}", WIDTH).rstrip() for name, text in p["facts"]),
                 wrap(p["sentence"]), "", line([(c[1], "") for c in COLUMNS]), *map(line, p["rows"])]
-    out += ["", *(textwrap.fill(text, WIDTH, initial_indent=f"{name:12}", subsequent_indent=" " * 12) for name, text in legend), "", wrap(summary)]
+    out += ["", *(wrap(text, name) for name, text in legend), "", wrap(summary)]
     return "\n".join(out)
 
 
 def as_page(title: str, panels: list, summary: str, legend: list) -> str:
     """The same as one HTML page that needs nothing from outside"""
-    e, hints = html.escape, [f"{name}: {text}" for name, text in legend]
+    e, hints = lambda text: html.escape(text).replace(" %", "&nbsp;%"), [f"{name}: {text}" for name, text in legend]
     body = [f"<h1>{e(title)}</h1>"]
     for p in panels:
         if isinstance(p, str):
@@ -308,10 +313,12 @@ def as_page(title: str, panels: list, summary: str, legend: list) -> str:
         rows = "".join("<tr>" + "".join(f'<td class="{column[0]} {cls}" data-name="{e(column[1])}" title="{e(hint)}"><span>{e(text)}</span></td>'
                        for hint, column, (text, cls) in zip(hints, COLUMNS, row)) + "</tr>\n" for row in p["rows"])
         facts = "".join(f"<dt>{e(name)}</dt><dd>{e(text)}</dd>" for name, text in p["facts"])
-        body.append(f"<section><h2>{e(p['kind'].capitalize())} <small>step {p['step']}</small></h2><dl>{facts}</dl><p>{e(p['sentence'])}</p>\n"
+        body.append(f"<section><h2>{e(p['kind'].capitalize())} <small>{p['when']}</small></h2><dl class=facts>{facts}</dl><p>{e(p['sentence'])}</p>\n"
                     f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table></section>")
+    body.append('<p class=key><span class="plus s2">teacher likes the token better; pulls agree</span><span class="minus s2">teacher likes it less; pulls conflict</span>'
+                + "".join(f'<b class="stream {who}"><span>{who}</span></b>' for who in ("reward", "teacher", "both", "nobody")) + "</p>")
     body.append("<dl class=legend>" + "".join(f"<dt>{e(name)}</dt><dd>{e(text)}</dd>" for name, text in legend) + f"</dl><p>{e(summary)}</p>")
-    return (Path(__file__).parent / "show.html").read_text().replace("TITLE", e(title)).replace("BODY", "\n".join(body))
+    return Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).substitute(title=e(title), body="\n".join(body))
 
 
 class Parser(H.OneLineParser):
