@@ -147,7 +147,7 @@ def stream_of(config: H.Config, route: int, omega: float, token: dict) -> tuple[
         if pg:
             return "teacher", direction(teacher) + (f", omega {omega:.2f}" if row.weighted else "")
         return "teacher", "whole distribution" if not row.reward else "look-ahead only" if row.join == "eg" else f"share {share:.2f}"
-    why = ("it never ended" if not token["live"] else "only the trajectory is imitated" if row.rollouts == "pool" or (
+    why = ("it never ended" if not token["live"] else "trajectory only" if row.rollouts == "pool" or (
                row.imitation and not row.distillation and route == H.NEGATIVE) else
            "teacher clipped" if clipped else "teacher never right" if row.weighted and route == H.NEGATIVE and not omega else
            "not selected" if pg and token["hears"] and not token["selected"] else "teacher agrees" if pg and token["hears"] else
@@ -166,7 +166,7 @@ def sentence_of(config: H.Config, route: int, omega: float, opd_coef: float, tra
               if route == H.MIXED else "Equal rewards leave GRPO silent")
     if row.distillation is None:
         teacher = f"the teacher is not heard{'' if row.imitation else ' by this method, its columns are for comparison'}"
-    elif row.where == "negative" and route != H.NEGATIVE:
+    elif (row.where, route) in (("negative", H.MIXED), ("negative", H.POSITIVE), ("failed", H.POSITIVE)):
         teacher = "the teacher is not heard here"
     elif row.weighted and not omega:
         teacher = "the teacher never solves it either, so it is not heard"
