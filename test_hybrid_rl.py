@@ -2431,7 +2431,7 @@ def test_text_of_strangers_is_escaped_in_the_page_and_obeyed_by_no_terminal():
     evil = "</td><script>alert('&')</script> $title"
     panel = {"kind": "MIXED", "when": evil, "facts": [("prompt", evil)], "rows": [[(evil, "token")] + [("1", "plus s1")] * 11], "sentence": evil}
     page = toy_tasks.show.as_page(evil, [panel, evil], evil, [(evil, evil)] * 12)
-    assert "<script" not in page and page.count("&lt;script&gt;") == 20 + 24 and "$title" in page
+    assert "<script" not in page and page.count("&lt;script&gt;") == 80 and "$title" in page
     assert toy_tasks.show.plain("a\33[31m\n\u202eb") == r"a\x1b[31m\n\u202eb"
     assert toy_tasks.show.fit("\u4e2d\u6587\u5b57", 5) == "\u4e2d\u6587~" and toy_tasks.show.fit("ab", 4) == "ab  "
 

@@ -313,7 +313,7 @@ def as_page(title: str, panels: list, summary: str, legend: list) -> str:
         rows = "".join("<tr>" + "".join(f'<td class="{column[0]} {cls}" data-name="{e(column[1])}" title="{e(hint)}"><span>{e(text)}</span></td>'
                        for hint, column, (text, cls) in zip(hints, COLUMNS, row)) + "</tr>\n" for row in p["rows"])
         facts = "".join(f"<dt>{e(name)}</dt><dd>{e(text)}</dd>" for name, text in p["facts"])
-        body.append(f"<section><h2>{e(p['kind'].capitalize())} <small>{p['when']}</small></h2><dl class=facts>{facts}</dl><p>{e(p['sentence'])}</p>\n"
+        body.append(f"<section><h2>{e(p['kind'].capitalize())} <small>{e(p['when'])}</small></h2><dl class=facts>{facts}</dl><p>{e(p['sentence'])}</p>\n"
                     f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}</tbody></table></section>")
     body.append('<p class=key><span class="plus s2">teacher likes the token better; pulls agree</span><span class="minus s2">teacher likes it less; pulls conflict</span>'
                 + "".join(f'<b class="stream {who}"><span>{who}</span></b>' for who in ("reward", "teacher", "both", "nobody")) + "</p>")
