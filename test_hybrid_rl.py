@@ -2341,7 +2341,8 @@ def test_a_kind_that_the_batch_lacks_is_looked_for_in_the_steps_that_the_run_wou
     ("--step -1", "--step -1: must be >= 0"), ("--search x", "--search: 'x' is not a whole number"), ("--stepz 3", "did you mean --step?"),
     ("--steps 3", "--steps: belongs to a run"), ("--out x", "--out: belongs to a run"), ("train", "train: show takes no such word"),
     ("--method grpo --select-share 20", "it belongs to rstg"), ("--html no/page.html", "--html no/page.html: cannot be written"),
-    ("--student nowhere", "--student nowhere: no such folder"), ("--method grpo --teacher=", "needs a teacher"), ("--data no.jsonl", "cannot be read")])
+    ("--student nowhere", "--student nowhere: no such folder"), ("--method grpo --teacher=", "needs a teacher"), ("--data no.jsonl", "cannot be read"),
+    ("--teacher-pool no.json", "--teacher-pool no.json: no such file")])
 def test_bad_input_of_show_is_one_line_and_exit_code_2(words, expected, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(H, "load_model", lambda *a: pytest.fail("a model was loaded before the mistake was found"))
     monkeypatch.chdir(tmp_path)
@@ -2376,7 +2377,7 @@ def test_the_batch_and_the_streams_shown_are_those_that_the_step_trains_with(met
             reward, teacher = (x[b, t].item() != 0 for x in (kept["signals"].reward, kept["signals"].distillation))
             teacher = teacher and kept["loud"].get((b, t), True) and kept["gate"].get((b, t), 1) > 0
             expected = {(True, True): "both", (True, False): "reward", (False, True): "teacher", (False, False): "nobody"}[reward, teacher]
-            assert token["stream"][0] == expected, f"row {b}, token {t}: {token}"
+            assert token["stream"][0] == expected and len(": ".join(token["stream"])) <= 31, f"row {b}, token {t}: {token}"
             if run.config.row.m3 and (b, t) in kept["gate"]:
                 gates += 1
                 assert abs(token["gate"] - kept["gate"][b, t]) < 1e-6

@@ -3,7 +3,7 @@
 Takes the models, questions and settings that `python hybrid_rl.py train` takes, samples the batch that the step would train on,
 and answers for one completion of each kind of group (all wrong, mixed, all right): who trains this token, and why?
 Every number comes from hybrid_rl.py.  A kind that the batch lacks is looked for in the steps that follow, taken in memory as
-the method takes them.  No run folder is written.
+the method takes them.  RSTG's omega is sampled anew for these prompts alone (--teacher-pool takes a run's).  No run folder is written.
 """
 
 import html
@@ -35,9 +35,9 @@ COLUMNS = (
     ("score", "score", 5, "Soft-OR h + d - h d of min-max scaled h = H, d = |A_opd|, over the tokens that hear the teacher"),
     ("selected", "sel", 3, "among the best-scored tokens of its completion"),
     ("a_grpo", "A_grpo", 6, "(r - mean r) / (std r + eps) of its group: the reward's word, the same for every token"),
-    ("k_dr", "K_DR", 4, "sign of delta_D . delta_R, teacher's and reward's pull on the logits: - they conflict, 0 one is silent"),
+    ("k_dr", "K_DR", 4, "sign of delta_D . delta_R, teacher's pull p_S - p_T and reward's -A_grpo (e_y - p_S): - they conflict, 0 one is silent"),
     ("cosine", "cos", 5, "cosine of the two"),
-    ("gate", "gate", 4, "the teacher's share alpha"),
+    ("gate", "gate", 4, "the teacher's share alpha, "),
     ("stream", "trained by", 0, "reward, teacher, both or nobody, and why"),
 )
 
@@ -53,7 +53,6 @@ class Seen:
     routes: list[int]                   # (N,)
     confidence: list[float]             # (N,)
     opd_coef: float
-    signals: H.Signals
     tokens: dict[str, list]
     summary: str
 
@@ -126,7 +125,7 @@ def look(run: H.Run, step: int, exact: bool = False) -> Seen:
     columns = {"p_s": logp.exp(), "p_t": logp_t.exp(), "entropy": entropy, "a_opd": a_opd, "score": scores, "selected": chosen, "a_grpo": grpo,
                "k_dr": k_dr, "cosine": cosine, "gate": gate, "hears": hears, "far": far.bool(), "live": mask, "reward": signals.reward,
                "teacher": signals.distillation}
-    return Seen(step, prompts, made, rewards, routes, trust, opd_coef, signals, {name: x.tolist() for name, x in columns.items()}, f"{summary}.")
+    return Seen(step, prompts, made, rewards, routes, trust, opd_coef, {name: x.tolist() for name, x in columns.items()}, f"{summary}.")
 
 
 def stream_of(config: H.Config, route: int, omega: float, token: dict) -> tuple[str, str]:
@@ -159,7 +158,7 @@ def sentence_of(config: H.Config, route: int, omega: float, opd_coef: float, tra
     """What the method does with a group, in plain words"""
     row = config.row
     imitates = row.imitation == "all" or (row.imitation and route == H.NEGATIVE)
-    copy = "the teacher's shortest correct trajectory is imitated" if trajectory else "there is none of its trajectories to imitate, since none was right"
+    copy = "the teacher's shortest correct trajectory is imitated" if trajectory else "there is none of its trajectories to imitate, since none was right and ended"
     if row.rollouts == "pool":
         return f"The student's own completions are not trained on: {copy}."
     reward = ("This method does not read the reward" if not row.reward else "GRPO pushes the tokens of right completions up and of wrong ones down"
@@ -171,18 +170,13 @@ def sentence_of(config: H.Config, route: int, omega: float, opd_coef: float, tra
     elif row.weighted and not omega:
         teacher = "the teacher never solves it either, so it is not heard"
     elif row.distillation == "pg":
-        weight = " x ".join([f"{opd_coef:.3g}"] * row.reward + [f"omega {omega:.2f}"] * row.weighted) or "1"
-        teacher = (f"the teacher grades {'the tokens of wrong completions' if row.where == 'failed' else 'the tokens'} by A_opd, times {weight}" +
+        weight = " x ".join([f"{opd_coef:.3g}"] * row.reward + [f"omega {omega:.2f}"] * row.weighted) 
+        teacher = (f"the teacher grades {'the tokens of wrong completions' if row.where == 'failed' else 'the tokens'} by A_opd{', times ' * bool(weight)}{weight}" +
                    (f", on the {config.select_share:g} % with the highest score" if row.selected else ""))
     elif not row.reward:
         teacher = "the teacher's whole distribution pulls at every token"
     else:
-        how = {"sum": f"with share {config.teacher_share:g}", "gradnorm": f"with a share that starts at {config.teacher_share:g} and makes both gradients equally long",
-               "pcgrad": f"with share {config.teacher_share:g}, each gradient without its component against the other",
-               "select": f"with share {config.max_teacher_share:g} where it does not oppose the reward, both normalised",
-               "soft": f"with a share up to {config.max_teacher_share:g} that falls as the two conflict, both normalised",
-               "eg": "only in the look-ahead at which the reward gradient is taken, both normalised"}[row.join]
-        teacher = f"the teacher pulls at every token within {config.divergence_clip:g} nats, {how}"
+        teacher = f"the teacher pulls at every token within {config.divergence_clip:g} nats ({row.summary})"
     return f"{reward}; {teacher}" + (f", and {copy}." if imitates else ".")
 
 
@@ -274,7 +268,8 @@ def legend(config: H.Config, exact: bool) -> list[tuple[str, str]]:
     row, own = config.row, {}
     tau = f", or the teacher is further away than {config.divergence_clip:g} nats (clipped)" if row.distillation == "jsd" and row.reward else ""
     own["k_dr"] = tau + ("; exact, through the student's Jacobian" if exact else "; residual form")
-    own["gate"] = " that M3-Soft would give (this method has none)" * (not row.m3)
+    own["gate"] = (f"{config.max_teacher_share:g} where K_DR >= 0, else 0" if row.join in ("select", "eg") else
+                   f"{config.max_teacher_share:g} sigmoid({config.gate_sharpness:g} cos)" + ", as M3-Soft would have it" * (not row.m3))
     own["selected"] = "" if row.selected and row.distillation else " (this method does not select)"
     own["a_grpo"] = "" if row.reward else " (this method does not read it)"
     return [(heading, text + own.get(key, "")) for key, heading, _, text in COLUMNS] + [(".", "does not apply here")]
@@ -356,11 +351,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if page and (Path(page).is_dir() or not os.access(Path(page).parent, os.W_OK)):
             raise H.UsageError(f"--html {page}: cannot be written; name a file in a folder that exists")
         config = H.Config(**given)
+        if config.teacher_pool and not Path(config.teacher_pool).is_file():
+            raise H.UsageError(f"--teacher-pool {config.teacher_pool}: no such file; show reads the pool of a run and writes none")
         if config.row.m3 and exact:
             config = replace(config, exact_gate=True)
         exact = exact or config.exact_gate
         run, _, _ = H.prepare(config, look=True)
-        if config.teacher_pool and Path(config.teacher_pool).is_file():
+        if config.teacher_pool:
             run.pool = H.load_pool(config, Path(), run.teacher, run.tokenizer, run.task, run.problems)
         panels, summary = explain(run, step, search, exact)
         parts = f"{config.method} on {run.task.name}, seed {config.seed}: who trains which token, and why", panels, summary, legend(config, exact)
@@ -377,4 +374,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")                # a token may be in a script that the terminal cannot write
     sys.exit(main())
