@@ -2428,6 +2428,14 @@ def test_colour_is_for_terminals_alone_and_changes_no_letter(capsys, monkeypatch
         assert ("\33[" in capsys.readouterr().out) == coloured
 
 
+def test_help_of_show_lists_its_flags_and_the_shared_ones_but_not_those_of_a_run(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        toy_tasks.show.main(["--help"])
+    text = capsys.readouterr().out
+    assert leaving.value.code == 0 and all(word in text for word in ("--step", "--search", "--exact", "--html", "--method", "--temperature", "m3-soft"))
+    assert "--resume" not in text and "SUPPRESS" not in text
+
+
 def test_text_of_strangers_is_escaped_in_the_page_and_obeyed_by_no_terminal():
     evil = "</td><script>alert('&')</script> $title"
     panel = {"kind": "MIXED", "when": evil, "facts": [("prompt", evil)], "rows": [[(evil, "token")] + [("1", "plus s1")] * 11], "sentence": evil}

@@ -6,6 +6,7 @@ Every number comes from hybrid_rl.py.  A kind that the batch lacks is looked for
 the method takes them.  RSTG's omega is sampled anew for these prompts alone (--teacher-pool takes a run's).  No run folder is written.
 """
 
+import argparse
 import html
 import os
 import sys
@@ -35,7 +36,7 @@ COLUMNS = (
     ("score", "score", 5, "Soft-OR h + d - h d of min-max scaled h = H, d = |A_opd|, over the tokens that hear the teacher"),
     ("selected", "sel", 3, "among the best-scored tokens of its completion"),
     ("a_grpo", "A_grpo", 6, "(r - mean r) / (std r + eps) of its group: the reward's word, the same for every token"),
-    ("k_dr", "K_DR", 4, "sign of delta_D . delta_R, teacher's pull p_S - p_T and reward's -A_grpo (e_y - p_S): - they conflict, 0 one is silent"),
+    ("k_dr", "K_DR", 4, "sign of delta_D . delta_R, teacher's pull p_S - p_T and reward's -A_grpo (e_y - p_S); minus: they conflict, 0: one is silent"),
     ("cosine", "cos", 5, "cosine of the two"),
     ("gate", "gate", 4, "the teacher's share alpha, "),
     ("stream", "trained by", 0, "reward, teacher, both or nobody, and why"),
@@ -229,7 +230,8 @@ def cells(token: dict, config: H.Config) -> list[tuple[str, str]]:
 def panel(run: H.Run, seen: Seen, b: int, when: str) -> dict:
     """All that is shown of one completion, as text"""
     config, size = run.config, seen.rewards.shape[1]
-    n, decode = b // size, lambda ids: plain(run.tokenizer.decode(ids))
+    n, decode = b // size, lambda i: plain(run.tokenizer.decode([i]))
+    word = lambda i: decode(i) if "\ufffd" not in decode(i) else plain(run.tokenizer.convert_ids_to_tokens(i))     # part of a character
     prompt, omega, route, ids = seen.prompts[n], seen.confidence[n], seen.routes[n], seen.rollouts.completion_ids[b][seen.rollouts.mask[b]].tolist()
     own, reads_pool = run.pool.get(prompt, {}), config.row.imitation or config.row.weighted
     facts = [("prompt", plain(prompt)), ("completion", plain(run.tokenizer.decode(ids, skip_special_tokens=True))),
@@ -238,8 +240,8 @@ def panel(run: H.Run, seen: Seen, b: int, when: str) -> dict:
     if config.row.imitation and (config.row.imitation == "all" or route == H.NEGATIVE) and own.get("trajectory"):
         shown = H.trajectories_of(run.pool, run.tokenizer, [prompt], run.pad, run.student.device)
         logp, _ = run.score_all(run.student, shown, shown.mask.any(dim=1))
-        facts.append(("imitated", "with p_S  " + " ".join(f"{decode([i])} ({p:.2f})" for i, p in zip(own["trajectory"], logp[0].exp().tolist()))))
-    rows = [[(decode([i]), "token"), *cells(token, config)] for i, token in zip(ids, tokens_of(seen, config, b))]
+        facts.append(("imitated", "with p_S  " + " ".join(f"{word(i)} ({p:.2f})" for i, p in zip(own["trajectory"], logp[0].exp().tolist()))))
+    rows = [[(word(i), "token"), *cells(token, config)] for i, token in zip(ids, tokens_of(seen, config, b))]
     return {"kind": KINDS[route], "when": when, "facts": facts, "rows": rows,
             "sentence": sentence_of(config, route, omega, seen.opd_coef, bool(own.get("trajectory")))}
 
@@ -269,7 +271,7 @@ def legend(config: H.Config, exact: bool) -> list[tuple[str, str]]:
     tau = f", or the teacher is further away than {config.divergence_clip:g} nats (clipped)" if row.distillation == "jsd" and row.reward else ""
     own["k_dr"] = tau + ("; exact, through the student's Jacobian" if exact else "; residual form")
     own["gate"] = (f"{config.max_teacher_share:g} where K_DR >= 0, else 0" if row.join in ("select", "eg") else
-                   f"{config.max_teacher_share:g} sigmoid({config.gate_sharpness:g} cos)" + ", as M3-Soft would have it" * (not row.m3))
+                   f"{config.max_teacher_share:g} x sigmoid({config.gate_sharpness:g} x cos)" + ", as M3-Soft would have it" * (not row.m3))
     own["selected"] = "" if row.selected and row.distillation else " (this method does not select)"
     own["a_grpo"] = "" if row.reward else " (this method does not read it)"
     return [(heading, text + own.get(key, "")) for key, heading, _, text in COLUMNS] + [(".", "does not apply here")]
@@ -327,7 +329,7 @@ def build_parser() -> Parser:
     shared = H.build_parser()
     for action in shared._actions:
         if action.dest in RUN_ONLY:
-            action.help = "==SUPPRESS=="
+            action.help = argparse.SUPPRESS
     parser = Parser(prog="python -m toy_tasks.show", description=__doc__.split("\n\n")[1], parents=[shared], add_help=False, allow_abbrev=False,
                     formatter_class=shared.formatter_class, epilog=shared.epilog.split("\n\n")[0])
     count = H.number(int)
