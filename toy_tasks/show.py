@@ -84,6 +84,21 @@ def sample(run: H.Run, step: int) -> tuple[list[str], H.Rollouts, torch.Tensor, 
     return prompts, made, rewards, [run.pool[p]["confidence"] if run.pool else 1.0 for p in prompts]
 
 
+def summary_of(step: int, routes: list[int], mask: torch.Tensor, k_dr: torch.Tensor, kernel: torch.Tensor | None) -> str:
+    """One sentence about a batch: groups by kind, conflicts, and how the residual form of K_DR compares with the exact one if given"""
+    rate, scored_rate = H.conflict_rate(k_dr, mask)
+    percent = lambda x: f"{100 * x:.0f} %"
+    groups = f"Step {step}: {len(routes)} groups, " + ", ".join(f"{routes.count(r)} {kind.lower()}" for r, kind in KINDS.items())
+    if scored_rate.isnan():
+        return f"{groups}; at no token do both reward and teacher speak."
+    agree = ""
+    if kernel is not None:
+        scored = (kernel[0] != 0) & mask
+        same = (kernel[0].sign() == k_dr.sign())[scored].float().mean()
+        agree = f"; residual and exact K_DR have the same sign at {percent(same)} of the {int(scored.sum())} former"
+    return f"{groups}; reward and teacher conflict (K_DR < 0) at {percent(scored_rate)} of the tokens where both speak, {percent(rate)} of all tokens{agree}."
+
+
 def look(run: H.Run, step: int, exact: bool = False) -> Seen:
     """Samples the batch of a step and computes all that is shown of it; nothing is trained."""
     config, row, looking = run.config, run.config.row, looking_run(run)
@@ -110,23 +125,16 @@ def look(run: H.Run, step: int, exact: bool = False) -> Seen:
     hears = (H.listening(outcomes, row.where) & ((confidence > 0)[:, None] | (not row.weighted))).reshape(-1, 1) & mask
     scores = H.token_scores(entropy, a_opd.abs(), hears)
     chosen = H.select_tokens(scores, hears, config.select_share) if row.selected and row.distillation else hears
-    rate, scored_rate = H.conflict_rate(k_dr, mask)
-    routes = H.route_groups(outcomes).tolist()
-    percent = lambda x: f"{100 * x:.0f} %"
-    summary = (f"Step {step}: {len(routes)} groups, " + ", ".join(f"{routes.count(r)} {KINDS[r].lower()}" for r in KINDS) +
-               ("; at no token do both reward and teacher speak" if scored_rate.isnan() else
-                f"; reward and teacher conflict (K_DR < 0) at {percent(scored_rate)} of the tokens where both speak, {percent(rate)} of all tokens"))
-    if exact and not scored_rate.isnan():
-        kernel = H.exact_kernel(looking, made, replace(signals, reward=grpo))
-        scored = (kernel[0] != 0) & mask
-        summary += f"; residual and exact K_DR have the same sign at {percent((kernel[0].sign() == k_dr.sign())[scored].float().mean())} of the {int(scored.sum())} former"
+    routes, kernel = H.route_groups(outcomes).tolist(), H.exact_kernel(looking, made, replace(signals, reward=grpo)) if exact else None
+    summary = summary_of(step, routes, mask, k_dr, kernel)
+    if exact:
         k_dr, cosine = kernel
     gate = (H.select_gate(k_dr, config.max_teacher_share) if row.join in ("select", "eg") else
             H.soft_gate(cosine, config.max_teacher_share, config.gate_sharpness))
     columns = {"p_s": logp.exp(), "p_t": logp_t.exp(), "entropy": entropy, "a_opd": a_opd, "score": scores, "selected": chosen, "a_grpo": grpo,
                "k_dr": k_dr, "cosine": cosine, "gate": gate, "hears": hears, "far": far.bool(), "live": mask, "reward": signals.reward,
                "teacher": signals.distillation}
-    return Seen(step, prompts, made, rewards, routes, trust, opd_coef, {name: x.tolist() for name, x in columns.items()}, f"{summary}.")
+    return Seen(step, prompts, made, rewards, routes, trust, opd_coef, {name: x.tolist() for name, x in columns.items()}, summary)
 
 
 def stream_of(config: H.Config, route: int, omega: float, token: dict) -> tuple[str, str]:
@@ -177,7 +185,7 @@ def sentence_of(config: H.Config, route: int, omega: float, opd_coef: float, tra
     elif not row.reward:
         teacher = "the teacher's whole distribution pulls at every token"
     else:
-        teacher = f"the teacher pulls at every token within {config.divergence_clip:g} nats ({row.summary})"
+        teacher = f"the teacher pulls wherever it is within {config.divergence_clip:g} nats of the student ({row.summary})"
     return f"{reward}; {teacher}" + (f", and {copy}." if imitates else ".")
 
 
