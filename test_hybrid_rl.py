@@ -2333,7 +2333,8 @@ def test_a_kind_that_the_batch_lacks_is_looked_for_in_the_steps_that_the_run_wou
     for step in range(steps):
         H.train_step(other, step)
     batch = toy_tasks.show.look(other, steps)
-    assert dict(later["facts"])["prompt"] in batch.prompts and dict(later["facts"])["completion"] in H.texts_of(other.tokenizer, batch.rollouts)
+    route = next(r for r, kind in toy_tasks.show.KINDS.items() if kind == later["kind"])
+    assert later == toy_tasks.show.panel(other, batch, toy_tasks.show.pick(batch, other.config, route), later["when"])
     assert summary.startswith("Step 0: 2 groups")
 
 
@@ -2404,7 +2405,7 @@ def test_the_numbers_of_a_token_are_those_of_two_plain_forward_passes():
 
 
 def test_show_exact_gives_the_kernel_of_the_students_own_jacobian():
-    run, seen = looked("rstg", exact=True, prompts_per_step=4)
+    run, seen = looked("opd", exact=True, prompts_per_step=4)
     b, parameters = toy_tasks.show.pick(seen, run.config, H.MIXED), list(run.student.parameters())
     for t, token in enumerate(toy_tasks.show.tokens_of(seen, run.config, b)):
         ids = torch.tensor([run.tokenizer(seen.prompts[b // 8]).input_ids + seen.rollouts.completion_ids[b, :t].tolist()])
