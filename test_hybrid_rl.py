@@ -2324,12 +2324,12 @@ def test_show_prints_a_line_a_token_for_every_kind_of_group_in_100_columns_and_l
 
 
 def test_a_kind_that_the_batch_lacks_is_looked_for_in_the_steps_that_the_run_would_take():
-    run, _ = looked("opd", prompts_per_step=2, group_size=2)
+    run, _ = looked("opd", prompts_per_step=2, group_size=2, seed=1)
     assert toy_tasks.show.explain(run, 0, 0, False)[0][2] == "ALL RIGHT: no such group in step 0."
     panels, summary = toy_tasks.show.explain(run, 0, 4, False)
-    later = next(p for p in panels if isinstance(p, dict) and "updates on" in p["when"])
-    steps = int(re.search(r"(\d+) updates on", later["when"])[1])
-    other, _ = looked("opd", prompts_per_step=2, group_size=2)
+    later = panels[2]
+    steps = int(re.fullmatch(r"step (\d), the first that has one, after \1 updates", later["when"])[1])
+    other, _ = looked("opd", prompts_per_step=2, group_size=2, seed=1)
     for step in range(steps):
         H.train_step(other, step)
     batch = toy_tasks.show.look(other, steps)

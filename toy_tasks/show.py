@@ -267,7 +267,7 @@ def explain(run: H.Run, step: int, search: int, exact: bool) -> tuple[list[dict 
             seen = look(run, last, exact)
         for route in missing:
             b = pick(seen, run.config, route)
-            found[route] = panel(run, seen, b, f"step {last}" + (f", the first that has one, {last - step} updates on" if last > step else ""))
+            found[route] = panel(run, seen, b, f"step {last}" + (f", the first that has one, after {last - step} update{'s' * (last - step > 1)}" if last > step else ""))
         if len(found) == len(KINDS):
             break
     return [found.get(r, f"{KINDS[r]}: no such group in {'step' if last == step else 'steps'} {step}{f' to {last}' * (last > step)}.") for r in KINDS], first.summary
