@@ -1572,8 +1572,11 @@ def newest_checkpoint(folder: Path) -> tuple[Path, int] | tuple[None, int]:
     return None, 0
 
 
-def prepare(config: Config) -> tuple[Run, Path, int]:
-    """Everything that can be wrong is found here, cheap checks first, no model loaded before they pass."""
+def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
+    """Everything that can be wrong is found here, cheap checks first, no model loaded before they pass.
+
+    look: for who only looks (toy_tasks.show), whatever the method: with a teacher, without a folder and without its pool.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -1582,13 +1585,13 @@ def prepare(config: Config) -> tuple[Run, Path, int]:
         import importlib.util
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError(f"--plot {config.plot}: needs matplotlib, which is not installed: pip install matplotlib")
-    needs_teacher = bool(row.distillation or row.imitation)
+    needs_teacher = bool(look or row.distillation or row.imitation)
     check_model_folder("--student", config.student)
     if needs_teacher:
         if not config.teacher:
             raise UsageError(f"--teacher: --method {config.method} needs a teacher, for instance --teacher {_TOY / 'teacher'}")
         check_model_folder("--teacher", config.teacher)
-    folder = open_folder(config)
+    folder = Path() if look else open_folder(config)
     checkpoint, step = newest_checkpoint(folder) if config.resume else (None, 0)
     student, tokenizer = load_model("--student", str(checkpoint or config.student), device)
     teacher = reference = None
@@ -1606,7 +1609,7 @@ def prepare(config: Config) -> tuple[Run, Path, int]:
     state = torch.load(checkpoint / "trainer_state.pt", weights_only=True) if checkpoint else {"memory": {}}
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    pool = load_pool(config, folder, teacher, tokenizer, task, problems) if row.imitation or row.weighted else {}
+    pool = load_pool(config, folder, teacher, tokenizer, task, problems) if (row.imitation or row.weighted) and not look else {}
     return Run(config, task, tokenizer, student, teacher, reference, optimizer, problems, pool, state["memory"]), folder, step
 
 
