@@ -1,7 +1,7 @@
 """Seconds of a training step, method beside method: `python -m toy_tasks.bench [--methods hybrid m3-soft] [--repeats 15]`
 
-Every method starts from the same student.  The steps are interleaved, so that whatever else the machine does falls on all alike;
-quoted are medians, and the ratio of each method's steps to the first one's, step by step.
+The learning rate is next to nothing, so all methods keep the same student and sample the same completions.  Their steps are
+interleaved, so that whatever else the machine does falls on all alike; quoted are medians, and ratios to the first method, step by step.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import hybrid_rl as H
 def measure(methods: list[str], repeats: int) -> dict[str, list[float]]:
     """Seconds of `repeats` interleaved steps of each method; one step each is taken before to warm up"""
     with tempfile.TemporaryDirectory() as folder:
-        runs = {m: H.prepare(H.Config(method=m, out=f"{folder}/{m}", train_prompts=64))[0] for m in methods}
+        runs = {m: H.prepare(H.Config(method=m, out=f"{folder}/{m}", train_prompts=64, lr=1e-12))[0] for m in methods}
         seconds = {m: [] for m in methods}
         for step in range(repeats + 1):
             for method, run in runs.items():
