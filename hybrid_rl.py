@@ -36,6 +36,8 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
+import inspect
 import json
 import math
 import os
@@ -1460,6 +1462,646 @@ def train(config: Config) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# 13  The oracle.  Is another implementation right, in value and in gradient, and if not: what is its mistake?
+# ---------------------------------------------------------------------------------------------------------------------
+#
+# gold = the reference in float64, plain = the same reference in the candidate's dtype, both on inputs rounded to that dtype.
+# A candidate may lose twice what the plain formula loses, and four roundings of a typical number:
+#
+#     |candidate - gold|  <=  2 max |plain - gold| + 4 eps scale,     scale = max |gold|, and mean |term| for a loss
+#
+# separately for every output and every gradient.  Where that allows more than a tenth of the scale there is no verdict.
+
+# Four layers to enter at.  1: logits, or hidden (B, T, D) and weight (V, D), to logp, lse and entropy.  2: logp to terms.
+# 3: terms to a scalar (weighted_sum is the part of one micro-batch).  4: end to end, the names with _from_ below.
+
+
+def logps_from_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
+    """{logp, lse, entropy}, lse = log sum_v exp(z_v / temperature)                   (B, T, V), (B, T) -> (B, T) each
+
+    Aligned: logits[:, t] predict ids[:, t], here and in the other _from_ functions; token_logps shifts.
+    """
+    z = upcast(logits) / temperature
+    logp = z.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+    return {"logp": logp, "lse": z.logsumexp(dim=-1), "entropy": token_entropy(logits, temperature)}
+
+
+def grpo_loss_from_logits(logits, ids, logp_old, advantages, mask, *, temperature: float = 1.0, **options) -> Tensor:
+    return grpo_loss(logps_from_logits(logits, ids, temperature)["logp"], logp_old, advantages, mask, **options)
+
+
+def opd_loss_from_logits(logits, ids, logp_teacher, mask, *, temperature: float = 1.0, **options) -> Tensor:
+    return opd_loss(logps_from_logits(logits, ids, temperature)["logp"], logp_teacher, mask, **options)
+
+
+def jsd_loss_from_logits(student_logits, teacher_logits, mask, *, teacher_share: float = 0.5, temperature: float = 1.0,
+                         how: str = "token_mean", **options) -> Tensor:
+    return aggregate(generalized_jsd(student_logits, teacher_logits, teacher_share, temperature), mask, how, **options)
+
+
+def from_hidden(function: Callable) -> Callable:
+    """The same function of hidden (B, T, D) and weight (V, D) in place of logits = hidden weight^T (B, T, V)."""
+    return lambda hidden, weight, *others, **options: function(upcast(hidden) @ upcast(weight).T, *others, **options)
+
+
+logps_from_hidden, grpo_loss_from_hidden = from_hidden(logps_from_logits), from_hidden(grpo_loss_from_logits)
+opd_loss_from_hidden, jsd_loss_from_hidden = from_hidden(opd_loss_from_logits), from_hidden(jsd_loss_from_logits)
+
+
+class Draw:
+    """Random numbers in float64, the same for the same seed; sizes vary with the seed."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows, self.length, self.vocab = (int(self.whole(low, high)) for low, high in ((4, 7), (6, 10), (9, 16)))
+
+    def whole(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape or (self.rows, self.length), generator=self.generator, dtype=torch.float64)
+
+    def mask(self, empty: bool, left: bool) -> Tensor:
+        """A full row, a row of one token, one of three or none, others; padded on the right or on the left"""
+        lengths = self.whole(1, self.length + 1, self.rows, 1)
+        lengths[:3, 0] = torch.tensor([self.length, 1, 0 if empty else 3])
+        mask = torch.arange(self.length) < lengths
+        return mask.flip(1) if left else mask
+
+    def log_ratio(self) -> Tensor:
+        """On both sides of every clip that a case uses and never within 0.02 of one: at a kink rounding would choose the side."""
+        centres = torch.tensor([-0.6, -0.1, 0.05, 0.3, 0.6, 1.5], dtype=torch.float64)
+        return centres[self.whole(0, 6, self.rows, self.length)] + 0.03 * self.normal().sin()
+
+
+def batch(d: Draw, garbage: float | None = None, empty: bool = False, left: bool = False, apart: float | None = None,
+          teacher: float | None = None, impossible: str = "", copy: bool = False, each_row: float | None = None, **keywords) -> dict:
+    """Every input that a loss or a residual can take, all of one batch; a Spec picks those that it names.
+
+    garbage fills the padding; apart is |logp - logp_old| everywhere; teacher is its logp at every third token; impossible
+    says who gives two tokens -inf; copy makes the teacher the student; each_row scales one advantage a row, (B, 1).
+    """
+    mask, hidden, weight, ids = d.mask(empty, left), d.normal(d.rows, d.length, 8), 0.7 * d.normal(d.vocab, 8), d.whole(2, d.vocab, d.rows, d.length)
+    never, logits = torch.arange(d.vocab) < 2, hidden @ weight.T
+    logits = logits.masked_fill(never, -torch.inf) if impossible in ("student", "both") else logits
+    teacher_logits = logits if copy else 2 * d.normal(*logits.shape)
+    teacher_logits = teacher_logits.masked_fill(never, -torch.inf) if impossible in ("teacher", "both") else teacher_logits
+    logp = logps_from_logits(logits, ids)["logp"]
+    per_token = {"logp": logp, "logp_old": logp - (d.log_ratio() if apart is None else apart * d.normal().sign()),
+                 "logp_ref": logp + 0.7 * d.normal(), "logp_teacher": -d.normal().abs() - 0.05, "terms": d.normal(),
+                 "advantages": d.normal(), "entropy": d.normal().abs(), "divergence": d.normal().abs()}
+    if teacher is not None:
+        per_token["logp_teacher"][:, ::3] = teacher
+    if garbage is not None:
+        per_token = {name: x.masked_fill(~mask, garbage) for name, x in per_token.items()}
+    if each_row is not None:
+        per_token["advantages"] = each_row * d.normal(d.rows, 1)
+    return per_token | keywords | {
+        "mask": mask, "weights": token_weights(mask, "seq_mean_token_mean"), "how": "seq_mean_token_mean", "ids": ids, "hidden": hidden,
+        "weight": weight, "logits": logits, "student_logits": logits, "teacher_logits": teacher_logits, "residual": d.normal(*logits.shape),
+        "residual_d": distillation_residual(logits, teacher_logits), "residual_r": d.normal(*logits.shape), "k_dr": d.normal(),
+        "cosine": d.normal().tanh(), "gate": d.normal().sigmoid() / 2, "grad_r": (grad_r := d.normal(500)), "grad_d": d.normal(500) - grad_r}
+
+
+BATCHES: dict[str, dict] = {            # case: options of batch, and keywords of the function
+    "plain": {}, "empty row": {"empty": True}, "empty row counted": {"empty": True, "empty_rows": "count"},
+    "NaN on the right": {"garbage": math.nan}, "NaN on the left": {"garbage": math.nan, "left": True, "empty": True},
+    "-inf on the right": {"garbage": -math.inf}, "one advantage a row": {"each_row": 1.0}, "no advantage": {"each_row": 0.0},
+    "exactly at the clip": {"apart": 0.0, "clip_low": 0.0, "clip_high": 0.0}, "far": {"apart": 25.0},
+    "sure teacher": {"teacher": 0.0}, "teacher that cannot": {"teacher": -math.inf}, "both cannot": {"impossible": "both"},
+    "teacher cannot": {"impossible": "teacher"}, "student cannot": {"impossible": "student"}, "copied teacher": {"copy": True}}
+
+
+def batches(*labels: str) -> dict[str, Callable[[Draw], dict]]:
+    return {label: lambda d, options=BATCHES[label]: batch(d, **options) for label in labels}
+
+
+def routed(d: Draw, garbage: float = 0.0) -> dict:
+    """Four groups: all wrong, all wrong and no right teacher, mixed, all right; token scores kept apart by more than 1e-3"""
+    size = int(d.whole(2, 4))
+    outcomes = torch.zeros(4, size, dtype=torch.float64)
+    outcomes[2, 0], outcomes[3] = 1, 1
+    while True:
+        mask = torch.arange(d.length) < d.whole(2, d.length + 1, 4 * size, 1)
+        opd, entropy = d.normal(4 * size, d.length), d.normal(4 * size, d.length).abs()
+        live = mask & (torch.arange(4 * size) < size)[:, None]
+        if token_scores(entropy, opd.abs(), live)[live].sort().values.diff().min() > 1e-3:
+            break
+    return {"outcomes": outcomes, "advantages": d.normal(4, size), "advantages_opd": opd.masked_fill(~mask, garbage),
+            "entropy": entropy.masked_fill(~mask, garbage), "mask": mask,
+            "confidence": torch.tensor([0.625, 0.0, 0.5, 0.75], dtype=torch.float64), "opd_coef": 0.3}
+
+
+def rewards(d: Draw, size: int = 0, equal: bool = False, binary: bool = False) -> dict:
+    """Three groups of 2 to 16; the last of equal rewards, or all of them"""
+    r = d.normal(3, size or int(d.whole(3, 17)))
+    r = (r > 0).double() if binary else r
+    r[0, 0], r[0, 1] = 0.0, 1.0
+    r[0 if equal else 2:] = 0.2
+    return {"rewards": r}
+
+
+def distinct(d: Draw, tokens: int = 0) -> dict:
+    """Scores that no rounding can bring to a tie: eighths in random order; NaN in the padding"""
+    mask = d.mask(False, False) if not tokens else torch.ones(2, tokens, dtype=torch.bool)
+    order = torch.stack([torch.randperm(mask.shape[1], generator=d.generator) for _ in mask])
+    return {"scores": (order / 8).double().masked_fill(~mask, math.nan), "mask": mask}
+
+
+def sampled_ids(d: Draw, eos: int | tuple = 2) -> dict:
+    """Ids 2..8, of which 2 (and 3) end a row: the pad id is the eos too"""
+    return {"completion_ids": d.whole(2, 9, 6, 8), "eos_ids": eos}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A function's reference, its inputs by position, which of their gradients count, its cases, and its keywords.
+
+    A keyword row is tried on the first case; `...` in it stands for the batch's own tensor of that name.
+    """
+
+    reference: Callable
+    inputs: str
+    gradients: str
+    cases: dict[str, Callable[[Draw], dict]]
+    keywords: tuple[dict, ...] = ()
+
+
+_HOW = ({"how": "token_mean"}, {"how": "seq_mean_token_sum_norm", "length": 12})
+_CLIP = ({"clip_high": 0.45}, {"clip_low": 0.5}, {"dual_clip": 1.5}, {"ratio_level": "sequence", "mask": ...})
+_KL = tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))
+_WARM, _SHARE, _KINDS = ({"temperature": 2.0},), ({"teacher_share": 0.2},), ({"kind": "reverse_kl"}, {"kind": "jsd"}, {"clip": 0.4})
+_MASKED = batches("plain", "empty row", "empty row counted", "NaN on the right", "NaN on the left", "-inf on the right")
+_GRPO = batches("one advantage a row", "no advantage", "exactly at the clip", "far")
+_OPD = batches("plain", "empty row", "NaN on the right", "NaN on the left", "-inf on the right", "sure teacher")
+_PAIR = batches("plain", "both cannot", "copied teacher")
+_PLAIN = batches("plain")
+
+SPEC: dict[str, Spec] = {
+    "token_logps": Spec(token_logps, "logits ids", "logits", batches("plain", "student cannot"), _WARM),
+    "token_entropy": Spec(token_entropy, "logits", "logits", batches("plain", "student cannot"), _WARM),
+    "action_mask": Spec(action_mask, "completion_ids eos_ids", "", {"pad is eos": sampled_ids, "two eos": lambda d: sampled_ids(d, (2, 3))}),
+    "truncated": Spec(truncated, "completion_ids eos_ids", "", {"pad is eos": sampled_ids, "two eos": lambda d: sampled_ids(d, (2, 3))}),
+    "token_weights": Spec(token_weights, "mask how", "", batches("plain", "empty row", "empty row counted"), _HOW),
+    "weighted_sum": Spec(lambda terms, weights: weighted_sum(terms, weights), "terms weights", "terms", batches("plain", "empty row", "NaN on the right", "-inf on the right")
+                         | {"a micro-batch": lambda d: {k: x[1:3] for k, x in batch(d).items() if k in ("terms", "weights")}}),
+    "aggregate": Spec(aggregate, "terms mask how", "terms", _MASKED, _HOW),
+    "group_advantages": Spec(group_advantages, "rewards", "", {
+        "plain": rewards, "of two": lambda d: rewards(d, 2), "of sixteen": lambda d: rewards(d, 16), "binary": lambda d: rewards(d, binary=True),
+        "all equal": lambda d: rewards(d, 8, equal=True), "one apart": lambda d: {"rewards": 0.35 + 0.6 * (torch.arange(24).view(3, 8) % 9 == 7).double()}},
+        ({"ddof": 1}, {"eps": 0.1}, {"scale": "batch_std"}, {"scale": "none"}, {"baseline": "leave_one_out"})),
+    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp", _PLAIN | _GRPO, _CLIP),
+    "kl_terms": Spec(kl_terms, "logp logp_ref", "logp", _PLAIN, _KL),
+    "grpo_loss": Spec(grpo_loss, "logp logp_old advantages mask", "logp", _MASKED | _GRPO, _HOW + _CLIP[:3] + (
+        {"ratio_level": "sequence"}, {"logp_ref": ..., "kl_coef": 0.3}, {"logp_ref": ..., "kl_coef": 0.3, "kl_kind": "k1", "kl_gradient": "ratio"})),
+    "opd_advantages": Spec(opd_advantages, "logp logp_teacher", "logp", batches("plain", "sure teacher", "teacher that cannot")),
+    "opd_loss": Spec(opd_loss, "logp logp_teacher mask", "logp", _OPD, _HOW + ({"logp_old": ...},)),
+    "sft_loss": Spec(sft_loss, "logp mask", "logp", _MASKED, _HOW),
+    "reverse_kl": Spec(reverse_kl, "student_logits teacher_logits", "student_logits", _PAIR | batches("student cannot"), _WARM),
+    "forward_kl": Spec(forward_kl, "student_logits teacher_logits", "student_logits", _PAIR | batches("teacher cannot"), _WARM),
+    "generalized_jsd": Spec(generalized_jsd, "student_logits teacher_logits", "student_logits",
+                            _PAIR | batches("student cannot", "teacher cannot"), _WARM + _SHARE),
+    "route_groups": Spec(route_groups, "outcomes", "", {"plain": lambda d: {"outcomes": routed(d)["outcomes"]}}),
+    "teacher_confidence": Spec(teacher_confidence, "outcomes", "", {"plain": lambda d: {"outcomes": (d.normal(5, 8) > 0.6).double()}}),
+    "token_scores": Spec(token_scores, "entropy divergence mask", "", batches("plain", "empty row", "NaN on the right", "NaN on the left")),
+    "select_tokens": Spec(select_tokens, "scores mask", "", {
+        "plain": distinct, "seven percent of a hundred": lambda d: distinct(d, 100) | {"share": 7}}, ({"share": 30}, {"share": 20}, {"share": 100})),
+    "rstg_advantages": Spec(rstg_advantages, "outcomes advantages advantages_opd entropy mask confidence", "",
+                            {"plain": routed, "NaN on the right": lambda d: routed(d, math.nan)}, ({"select_share": 20}, {"select_share": 100})),
+    "anneal": Spec(anneal, "step start slope floor", "", {"early": lambda d: {"step": 3, "start": 5.0, "slope": 0.05, "floor": 1.0},
+                                                          "late": lambda d: {"step": 200, "start": 5.0, "slope": 0.05, "floor": 1.0}}),
+    "reward_residual": Spec(reward_residual, "logits ids advantages", "", batches("plain", "one advantage a row", "student cannot")),
+    "distillation_residual": Spec(distillation_residual, "student_logits teacher_logits", "", _PAIR, _KINDS),
+    "unit_residual": Spec(unit_residual, "residual", "", _PLAIN | {"zero": lambda d: {"residual": batch(d)["residual"] * (d.normal() > 0)[..., None]}},
+                          ({"eps": 0.1},)),
+    "cross_signal_ntk": Spec(cross_signal_ntk, "residual_d residual_r", "", _PLAIN),
+    "select_gate": Spec(select_gate, "k_dr", "", _PLAIN | {"silent": lambda d: {"k_dr": batch(d)["k_dr"] * (d.normal() > 0)}}, ({"max_share": 0.15},)),
+    "soft_gate": Spec(soft_gate, "cosine", "", _PLAIN, ({"max_share": 0.15}, {"sharpness": 4.0})),
+    "m3_residual": Spec(m3_residual, "residual_d residual_r gate", "", _PLAIN | batches("copied teacher"), ({"eps": 0.1},)),
+    "gradient_geometry": Spec(gradient_geometry, "grad_r grad_d", "", _PLAIN),
+    "drowning_threshold": Spec(drowning_threshold, "kappa share", "", {"plain": lambda d: {"kappa": d.normal(7).exp(), "share": 0.3}}),
+    "listening": Spec(listening, "outcomes where", "", {w: lambda d, w=w: {"outcomes": routed(d)["outcomes"], "where": w} for w in ("all", "failed", "negative")}),
+    "hybrid_loss": Spec(hybrid_loss, "streams", "streams", {"plain": lambda d: {"streams": {
+        name: (d.normal(), token_weights(d.mask(False, False), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
+    "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", batches("plain", "student cannot"), _WARM),
+    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits", _MASKED | _GRPO, _HOW),
+    "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, _HOW),
+    "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits", _PLAIN, _SHARE + _WARM),
+}
+SPEC |= {name.replace("logits", "hidden"): dataclasses.replace(
+    row, reference=globals()[name.replace("logits", "hidden")], inputs="hidden weight " + row.inputs.split(" ", 1)[1], gradients="hidden weight",
+    cases={label: make for label, make in row.cases.items() if "cannot" not in label}) for name, row in SPEC.items() if name.endswith("_from_logits")}
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Preset = dict[str, dict]                # function: keyword values
+
+
+def over_tensors(change: Callable[[Tensor], Tensor], x):
+    """x with every tensor in it changed; x may be a tensor, a dict or tuple of them, or anything else, which stays"""
+    if isinstance(x, dict):
+        return {name: over_tensors(change, value) for name, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(over_tensors(change, value) for value in x)
+    return change(x) if isinstance(x, Tensor) else x
+
+
+def to_dtype(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
+
+
+def evaluate(function: Callable, row: Spec, arguments: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Outputs and gradients of one call, in float64, in order: {"value": ..., "gradient of logp": ...}"""
+    given = over_tensors(to_dtype(dtype), arguments)
+    leaves: dict[str, Tensor] = {}
+    for name in row.gradients.split():
+        over_tensors(lambda x: leaves.setdefault(f"gradient of {name}" + f" {len(leaves)}" * isinstance(given[name], dict), x.requires_grad_()), given[name])
+    result = function(*[given.pop(name) for name in row.inputs.split()], **given)
+    result = result if isinstance(result, dict) else dict(enumerate(result)) if isinstance(result, tuple) else {"": result}
+    values = {f"value {name}".strip(): x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for name, x in result.items()}
+    live = [x for x in values.values() if x.requires_grad]
+    cotangents = [(1 + torch.arange(x.numel()) % 7 / 8).view(x.shape).to(x.dtype) for x in live]      # exact in every dtype
+    grads = torch.autograd.grad(live, list(leaves.values()), cotangents, allow_unused=True) if live and leaves else [None] * len(leaves)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves.values())]
+    return {stage: x.detach().double() for stage, x in (values | dict(zip(leaves, grads))).items()}
+
+
+def term_size(row: Spec, arguments: dict) -> float:
+    """mean |term| of a loss: the reference once more, with |term| for each term where every loss ends"""
+    plain = weighted_sum
+    globals()["weighted_sum"] = lambda terms, weights: plain(terms.abs(), weights)
+    try:
+        return evaluate(row.reference, dataclasses.replace(row, gradients=""), arguments, torch.float64)["value"].item()
+    finally:
+        globals()["weighted_sum"] = plain
+
+
+def gap(found: Tensor | None, expected: Tensor) -> float:
+    """max |found - expected|; inf where a shape differs, or a non-finite number is not the same one in the same place"""
+    odd = ~expected.isfinite()
+    if found is None or found.shape != expected.shape or not found[~odd].isfinite().all() or not torch.allclose(
+            found[odd], expected[odd], equal_nan=True):
+        return math.inf
+    return (found - expected)[~odd].abs().max().item() if (~odd).any() else 0.0
+
+
+@dataclass
+class Case:
+    """One case: what goes in, what must come out, and how far off each output and gradient may be (None = no verdict)."""
+
+    function: str
+    label: str
+    seed: int
+    dtype: str
+    arguments: dict
+    gold: dict[str, Tensor]
+    allowed: dict[str, float | None]
+
+
+def make_case(name: str, label: str, seed: int, dtype: str, preset: dict | None = None) -> Case:
+    """The case `label`, or "label, keyword=value, ...", of a function; with preset, of its reference under these keywords."""
+    row, (label_only, *_) = SPEC[name], label.split(", ")
+    made = row.cases[label_only](Draw(seed))
+    fields = set(batch_fields()) - set(row.inputs.split())
+    keywords = dict(zip(map(keywords_label, row.keywords), row.keywords)).get(label.partition(", ")[2], {})
+    arguments = {k: x for k, x in made.items() if k not in fields} | {k: made[k] if x is ... else x for k, x in keywords.items()}
+    arguments = over_tensors(to_dtype(DTYPES[dtype]), arguments)
+    right = dataclasses.replace(row, reference=functools.partial(row.reference, **(preset or {})))
+    gold, plain = (evaluate(right.reference, row, arguments, kind) for kind in (torch.float64, DTYPES[dtype]))
+    allowed: dict[str, float | None] = {}
+    for stage, x in gold.items():
+        scale = term_size(right, arguments) if stage == "value" and x.ndim == 0 else x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
+        bound = 2 * gap(plain[stage], x) + 4 * torch.finfo(DTYPES[dtype]).eps * scale
+        allowed[stage] = bound if bound <= 0.1 * scale or bound == 0 else None
+    return Case(name, label, seed, dtype, arguments, gold, allowed)
+
+
+@functools.cache
+def batch_fields() -> frozenset[str]:
+    return frozenset(batch(Draw(0)))
+
+
+def keywords_label(keywords: dict) -> str:
+    return ", ".join(f"{k}={'given' if x is ... else x}" for k, x in keywords.items())
+
+
+def labels_of(name: str, preset: dict | None = None) -> list[str]:
+    """All cases of a function; under a preset those without keywords of their own"""
+    row = SPEC[name]
+    if preset is not None:
+        return [label for label in row.cases if not BATCHES.get(label, {}).keys() & {"clip_low", "empty_rows"}]
+    return [*row.cases, *(f"{next(iter(row.cases))}, {keywords_label(k)}" for k in row.keywords)]
+
+
+@dataclass
+class Finding:
+    """What came of one function."""
+
+    function: str
+    verdict: str                        # conforms, as accurate as the plain formula, differs, no verdict, missing, cannot be judged
+    judged: int = 0                     # outputs and gradients with a verdict, over all cases
+    unjudged: int = 0                   # and without
+    stage: str = ""                     # the first one that differs, or the worst
+    error: float = 0.0
+    allowed: float = 0.0
+    case: str = ""
+    seed: int = 0
+    said: str = ""                      # the mistake, or why there is no verdict
+
+
+def judge(name: str, tried: list[tuple[Case, dict[str, Tensor]]], good: str) -> Finding:
+    """The verdict on what a candidate gave for these cases"""
+    rows = [(gap(found.get(stage), gold), case.allowed[stage], stage, case) for case, found in tried for stage, gold in case.gold.items()]
+    sure = [row for row in rows if row[1] is not None]
+    if not sure:
+        return Finding(name, "no verdict", unjudged=len(rows), said="the plain formula itself is too inaccurate in this dtype")
+    share = lambda row: row[0] / row[1] if row[1] else math.inf if row[0] else 0.0
+    wrong = [row for row in sure if row[0] > row[1]]
+    stages = [stage for _, _, stage, _ in wrong]                                 # the first in order: a value before any gradient
+    first = min(stages, key=lambda stage: list(tried[0][0].gold).index(stage) if stage in tried[0][0].gold else 99, default=None)
+    error, allowed, stage, case = max((row for row in wrong or sure if not wrong or row[2] == first), key=share)
+    return Finding(name, "differs" if wrong else good, len(sure), len(rows) - len(sure), stage, error, allowed, case.label, case.seed)
+
+
+def near_misses(function: str) -> dict[str, tuple[Callable, str]] | None:
+    """The gallery's wrong versions of a function, {name: (version, what it is)}; None where the spec file cannot be loaded"""
+    try:
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from test_hybrid_rl import NEAR_MISSES
+    except ImportError:
+        return None
+    finally:
+        sys.path.pop(0)
+    return {name: (wrong, line) for name, (of, wrong, line) in NEAR_MISSES.items() if of == function}
+
+
+def fits(wrong: Callable, tried: list[tuple[Case, dict[str, Tensor]]]) -> bool:
+    """Does a wrong version give what the candidate gave, in every case for which it is defined, under the same allowance?
+
+    The allowance grows by four roundings of the wrong version's own size; at least one of these cases must tell it from the right one.
+    """
+    telling = False
+    for case, found in tried:
+        eps = torch.finfo(DTYPES[case.dtype]).eps
+        try:
+            inspect.signature(wrong).bind(*SPEC[case.function].inputs.split(), **{k: 0 for k in case.arguments if k not in SPEC[case.function].inputs.split()})
+            given = evaluate(wrong, SPEC[case.function], case.arguments, DTYPES[case.dtype])
+        except Exception:               # it has no such keyword or shape: not defined here
+            continue
+        for stage, allowed in case.allowed.items():
+            if allowed is None:
+                continue
+            size = given[stage][given[stage].isfinite()].abs().max().item() if stage in given and given[stage].isfinite().any() else 0.0
+            if stage not in given or gap(found.get(stage), given[stage]) > allowed + 4 * eps * size:
+                return False
+            telling |= gap(given[stage], case.gold[stage]) > allowed
+    return telling
+
+
+def mistake(function: str, tried: list[tuple[Case, dict[str, Tensor]]]) -> str:
+    """What a failing candidate does wrong, if exactly one near miss fits"""
+    gallery = near_misses(function)
+    if gallery is None:
+        return "no name for the mistake: test_hybrid_rl.py, which holds the near misses, cannot be loaded"
+    found = [f"{name}: {line}" for name, (wrong, line) in gallery.items() if fits(wrong, tried)]
+    return found[0] if len(found) == 1 else f"{len(found)} of {len(gallery)} known mistakes fit" + "; ".join(["", *found])
+
+
+@dataclass
+class Report:
+    """What came of all functions; `passed` only if each that was to be judged conforms."""
+
+    findings: list[Finding]
+    target: str = "TARGET"
+    options: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0 conforms, 1 differs, 2 cannot be judged"""
+        verdicts = {finding.verdict for finding in self.findings}
+        return 1 if "differs" in verdicts else 0 if verdicts and not verdicts & {"cannot be judged", "no verdict", "missing"} else 2
+
+    @property
+    def passed(self) -> bool:
+        return self.exit_code == 0
+
+    def __str__(self) -> str:
+        lines = [f"{'function':24} {'verdict':18} {'worst error':>11} {'allowed':>9}  {'of':22} case"]
+        for f in self.findings:
+            if f.verdict == "missing" or not f.judged:
+                lines.append(f"{f.function:24} {f.verdict:18} {f.said}")
+                continue
+            lines.append(f"{f.function:24} {f.verdict:18} {f.error:11.2e} {f.allowed:9.2e}  {f.stage:22} {f.case!r}, seed {f.seed}"
+                         + (f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" if f.unjudged else ""))
+            if f.verdict == "differs":
+                lines += [f"    {f.said}", f"    again: python hybrid_rl.py check {self.target} --function {f.function} --case {f.case!r} --seed {f.seed} "
+                          f"--seeds 1{self.options}"]
+        return "\n".join(lines)
+
+
+def try_candidate(candidate: Callable, cases: Iterable[Case]) -> list[tuple[Case, dict[str, Tensor]]]:
+    """The candidate's outputs and gradients in each case; raises UsageError where it cannot be called like the reference"""
+    tried = []
+    for case in cases:
+        row = SPEC[case.function]
+        positional = row.inputs.split()
+        try:
+            inspect.signature(candidate).bind(*positional, **{k: 0 for k in case.arguments if k not in positional})
+        except TypeError as error:
+            raise UsageError(f"wrong signature in case {case.label!r}: {error}; it is called with {', '.join(case.arguments)}") from None
+        except ValueError:              # a builtin has no signature to read
+            pass
+        try:
+            tried.append((case, evaluate(candidate, row, case.arguments, DTYPES[case.dtype])))
+        except Exception as error:
+            raise UsageError(f"raised {type(error).__name__} in case {case.label!r}, seed {case.seed}: {str(error).splitlines()[0] if str(error) else ''}") from None
+    return tried
+
+
+def check_conformance(candidates, *, functions: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, seeds: Iterable[int] = range(3),
+                      conventions: str | Preset | None = None, case: str | None = None) -> Report:
+    """Judge candidates, a dict {name: callable} or a module, against the functions of SPEC whose names they bear.
+
+    functions: which (default: all that the candidates have); conventions: a key of CONVENTIONS, or {function: keyword values}, of
+    which the reference takes the values while the candidate is called without keywords; case: only this one.  bfloat16 and float16
+    say "as accurate as the plain formula" at best: algebra is judged in float32.  Raises UsageError for other words.
+    """
+    has = candidates if isinstance(candidates, dict) else vars(candidates)
+    for given, legal, what in ((functions or (), SPEC, "function"), ([conventions] * isinstance(conventions, str), CONVENTIONS, "convention")):
+        for word in given:
+            if word not in legal:
+                raise UsageError(f"{what} {word}: must be one of {', '.join(legal)}{did_you_mean(word, legal)}")
+    if dtype not in DTYPES.values():
+        raise UsageError(f"dtype {dtype}: must be one of {', '.join(DTYPES)}; float64 is the yardstick itself")
+    presets = CONVENTIONS[conventions].keywords if isinstance(conventions, str) else conventions
+    word = next(word for word, kind in DTYPES.items() if kind == dtype)
+    findings = []
+    for name in functions or [name for name in (SPEC if presets is None else presets) if name in has]:
+        if name not in has:
+            findings.append(Finding(name, "missing", said="the candidate does not have it"))
+            continue
+        labels = [label for label in labels_of(name, None if presets is None else presets.get(name, {})) if case in (None, label)]
+        if not labels:
+            raise UsageError(f"case {case!r}: {name} has {', '.join(map(repr, labels_of(name)))}")
+        try:
+            tried = try_candidate(has[name], (make_case(name, label, seed, word, (presets or {}).get(name)) for seed in seeds for label in labels))
+        except UsageError as error:
+            findings.append(Finding(name, "cannot be judged", said=str(error)))
+            continue
+        finding = judge(name, tried, "conforms" if dtype == torch.float32 else "as accurate as the plain formula")
+        finding.said = finding.said or (mistake(name, tried) if finding.verdict == "differs" else "")
+        findings.append(finding)
+    if not findings:
+        raise UsageError(f"nothing to judge: the candidate has none of {', '.join(SPEC)}")
+    return Report(findings)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What another library computes, as keyword values of this module's functions; read from its source and run beside ours."""
+
+    version: str
+    keywords: Preset
+
+
+CONVENTIONS: dict[str, Convention] = {}
+
+
+FORMAT, SPEC_VERSION = "hybrid_rl vectors 1", "1"
+
+
+def to_json(x):
+    """A tensor as {shape, data}, row-major, NaN and infinities as words; numbers with all their 17 digits; the rest as it is"""
+    number = lambda v: v if not isinstance(v, float) or math.isfinite(v) else str(v)
+    if isinstance(x, Tensor):
+        return {"shape": list(x.shape), "data": [number(v) for v in (x.double() if x.is_floating_point() else x.long()).flatten().tolist()]}
+    if isinstance(x, dict):
+        return {name: to_json(value) for name, value in x.items()}
+    return [to_json(value) for value in x] if isinstance(x, tuple) else number(x)
+
+
+def export_vectors(path: Path, seeds: Iterable[int] = range(1)) -> int:
+    """Writes every case of SPEC in every dtype as JSON, for implementations in other languages; returns how many.
+
+    inputs are rounded to the dtype; expected holds each output and each gradient of sum_i cotangent_i value_i, with
+    cotangent_i = 1 + (i mod 7) / 8, exact to float64; allowed is the largest |difference| that passes, null where nothing is judged.
+    """
+    made = (make_case(name, label, seed, dtype) for name in SPEC for dtype in DTYPES for seed in seeds for label in labels_of(name))
+    cases = [{"id": f"{c.function} / {c.label} / {c.seed} / {c.dtype}", "function": c.function, "case": c.label, "seed": c.seed, "dtype": c.dtype,
+              "inputs": to_json(c.arguments), "expected": {stage: to_json(x) | {"allowed": c.allowed[stage]} for stage, x in c.gold.items()}} for c in made]
+    write_json(path, {"format": FORMAT, "spec_version": SPEC_VERSION, "cases": cases})
+    return len(cases)
+
+
+def read_json(flag: str, path: str, keys: Sequence[str]) -> dict:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{flag} {path}: cannot be read as JSON ({str(error).splitlines()[0]})") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not all(key in found for key in keys):
+        raise UsageError(f"{flag} {path}: needs \"format\": \"{FORMAT}\" and {', '.join(keys)}; see the README, the oracle from other languages")
+    return found
+
+
+def check_results(results: str, vectors: str) -> Report:
+    """Judges what another language computed: {"format": ..., "results": {id: {stage: {"shape": [...], "data": [...]}}}}"""
+    given = read_json("--results", results, ["results"])["results"]
+    asked = read_json("--vectors", vectors, ["spec_version", "cases"])
+    tensor = lambda x: torch.tensor([float(v) for v in x["data"]], dtype=torch.float64).view(x["shape"])
+    by_function: dict[tuple[str, str], list] = {}
+    for case in asked["cases"]:
+        if case["id"] not in given:
+            continue
+        made = make_case(case["function"], case["case"], case["seed"], case["dtype"]) if case["function"] in SPEC else None
+        if made is None or any(gap(tensor(case["expected"][stage]), x) > 1e-9 * (1 + x.abs().max()) for stage, x in made.gold.items() if x.isfinite().all()):
+            raise UsageError(f"--vectors {vectors}: {case['id']} is not what this hybrid_rl.py computes; export the vectors again")
+        try:
+            found = {stage: tensor(x) for stage, x in given[case["id"]].items()}
+        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+            raise UsageError(f"--results {results}: {case['id']}: needs shape and data for each output ({error})") from None
+        by_function.setdefault((case["function"], case["dtype"]), []).append((made, found))
+    findings = []
+    for (name, dtype), tried in by_function.items():
+        finding = judge(name, tried, "conforms" if dtype == "float32" else "as accurate as the plain formula")
+        finding.said = finding.said or (mistake(name, tried) if finding.verdict == "differs" else "")
+        findings.append(finding)
+    if not findings:
+        raise UsageError(f"--results {results}: holds none of the cases of {vectors}")
+    return Report(findings, f"--results {results} --vectors {vectors}")
+
+
+def load_candidates(target: str, functions: list[str]) -> dict:
+    """TARGET = module, module:name or file.py[:name] to {name: callable}; a single callable takes the one name in --function"""
+    import importlib.util
+
+    where, _, attribute = target.partition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        else:
+            sys.path.insert(0, os.getcwd())
+            found = importlib.import_module(where)
+        found = getattr(found, attribute) if attribute else found
+    except Exception as error:          # whatever the import raises is theirs: said in one line
+        raise UsageError(f"{target}: cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})") from None
+    if isinstance(found, dict) or not callable(found):
+        return found if isinstance(found, dict) else vars(found)
+    name = functions[0] if len(functions) == 1 else attribute
+    if name not in SPEC:
+        raise UsageError(f"{target}: is one function; say which with --function NAME, one of {', '.join(SPEC)}")
+    return {name: found}
+
+
+def check_command(words: list[str]) -> int:
+    """python hybrid_rl.py check ...; returns the exit code"""
+    parser = OneLineParser(prog="python hybrid_rl.py check", allow_abbrev=False, description="Judge another implementation, value and gradient.",
+                           epilog="Exit code 0: all conform; 1: at least one differs; 2: cannot be judged.  Functions: " + ", ".join(SPEC))
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="module, module:name or file.py; the functions in it that bear names of SPEC are judged")
+    parser.add_argument("--function", nargs="+", action="extend", default=[], metavar="NAME", help="only these; one that is missing counts as not judged")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the inputs; float32 judges the algebra (default)")
+    parser.add_argument("--seed", type=number(int), default=0, metavar="N", help="the first seed (default: 0)")
+    parser.add_argument("--seeds", type=number(int), default=3, metavar="N", help="how many seeds (default: 3)")
+    parser.add_argument("--case", metavar="NAME", help="only this case")
+    parser.add_argument("--convention", choices=CONVENTIONS, help="judge against what this library means; the candidate is called without keywords")
+    parser.add_argument("--results", metavar="FILE", help="judge what another language answered to --vectors FILE, instead of TARGET")
+    parser.add_argument("--vectors", metavar="FILE", help="written by: python hybrid_rl.py vectors FILE")
+    parser.add_argument("--self-test", action="store_true", help="judge the judge: honest variants must pass, near misses must be caught and named")
+    parser.add_argument("--trials", type=number(int), default=1000, metavar="N", help="of --self-test (default: 1000)")
+    given = parser.parse_args(words)
+    if given.seeds < 1 or given.trials < 1:
+        raise UsageError(f"--seeds {given.seeds}, --trials {given.trials}: must be >= 1")
+    if given.self_test:
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from test_hybrid_rl import self_test
+        return self_test(given.trials, given.seed)
+    if bool(given.target) == bool(given.results) or bool(given.results) != bool(given.vectors):
+        raise UsageError("check: needs a TARGET (module, module:name or file.py), or --results FILE together with --vectors FILE")
+    if given.results:
+        report = check_results(given.results, given.vectors)
+    else:
+        report = check_conformance(load_candidates(given.target, given.function), functions=given.function or None, dtype=DTYPES[given.dtype],
+                                   seeds=range(given.seed, given.seed + given.seeds), conventions=given.convention, case=given.case)
+        report.target = given.target
+        report.options = f" --dtype {given.dtype}" * (given.dtype != "float32") + f" --convention {given.convention}" * bool(given.convention)
+    print(report)
+    return report.exit_code
+
+
+def vectors_command(words: list[str]) -> int:
+    """python hybrid_rl.py vectors FILE"""
+    parser = OneLineParser(prog="python hybrid_rl.py vectors", allow_abbrev=False, description=export_vectors.__doc__)
+    parser.add_argument("file", metavar="FILE", help="JSON file to write")
+    try:
+        path = Path(parser.parse_args(words).file)
+        print(f"{export_vectors(path)} cases in {path}")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # 14  Command line.  What was asked for, is it possible, and what came of it?
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -1528,6 +2170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["train"]:
         words = words[1:]
     try:
+        if words[:1] in (["check"], ["vectors"]):
+            return {"check": check_command, "vectors": vectors_command}[words[0]](words[1:])
         given = vars(build_parser().parse_args(words))
         config = Config(**given)
         result = train(config)
