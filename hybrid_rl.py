@@ -1648,7 +1648,7 @@ SPEC: dict[str, Spec] = {
     "aggregate": Spec(aggregate, "terms mask how", "terms", _MASKED, _HOW),
     "group_advantages": Spec(group_advantages, "rewards", "", {
         "plain": rewards, "of two": lambda d: rewards(d, 2), "of sixteen": lambda d: rewards(d, 16), "binary": lambda d: rewards(d, binary=True),
-        "all equal": lambda d: rewards(d, 8, equal=True), "one apart": lambda d: {"rewards": 0.35 + 0.6 * (torch.arange(24).view(3, 8) % 9 == 7).double()}},
+        "all equal": lambda d: {"rewards": torch.full((1, 8), 0.2, dtype=torch.float64)}, "equal groups": lambda d: rewards(d, equal=True), "one apart": lambda d: {"rewards": 0.35 + 0.6 * (torch.arange(24).view(3, 8) % 9 == 7).double()}},
         ({"ddof": 1}, {"eps": 0.1}, {"scale": "batch_std"}, {"scale": "none"}, {"baseline": "leave_one_out"})),
     "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp", _PLAIN | _GRPO, _CLIP),
     "kl_terms": Spec(kl_terms, "logp logp_ref", "logp", _PLAIN, _KL),
@@ -1684,9 +1684,9 @@ SPEC: dict[str, Spec] = {
     "hybrid_loss": Spec(hybrid_loss, "streams", "streams", {"plain": lambda d: {"streams": {
         name: (d.normal(), token_weights(d.mask(False, False), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
     "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", batches("plain", "student cannot"), _WARM),
-    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits", _MASKED | _GRPO, _HOW),
-    "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, _HOW),
-    "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits", _PLAIN, _SHARE + _WARM),
+    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits", _MASKED | _GRPO, _WARM + _HOW),
+    "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, _WARM + _HOW),
+    "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits", batches("plain", "empty row"), _WARM + _SHARE),
 }
 SPEC |= {name.replace("logits", "hidden"): dataclasses.replace(
     row, reference=globals()[name.replace("logits", "hidden")], inputs="hidden weight " + row.inputs.split(" ", 1)[1], gradients="hidden weight",
@@ -1745,6 +1745,16 @@ def gap(found: Tensor | None, expected: Tensor) -> float:
     return (found - expected)[~odd].abs().max().item() if (~odd).any() else 0.0
 
 
+def size_of(x: Tensor) -> float:
+    """The largest finite |x|; 0 where there is none"""
+    return x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
+
+
+def rounding(dtype: str) -> float:
+    """Four roundings of a number of size 1"""
+    return 4 * torch.finfo(DTYPES[dtype]).eps
+
+
 @dataclass
 class Case:
     """One case: what goes in, what must come out, and how far off each output and gradient may be (None = no verdict)."""
@@ -1770,8 +1780,8 @@ def make_case(name: str, label: str, seed: int, dtype: str, preset: dict | None 
     gold, plain = (evaluate(right.reference, row, arguments, kind) for kind in (torch.float64, DTYPES[dtype]))
     allowed: dict[str, float | None] = {}
     for stage, x in gold.items():
-        scale = term_size(right, arguments) if stage == "value" and x.ndim == 0 else x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
-        bound = 2 * gap(plain[stage], x) + 4 * torch.finfo(DTYPES[dtype]).eps * scale
+        scale = term_size(right, arguments) if stage == "value" and x.ndim == 0 else size_of(x)
+        bound = 2 * gap(plain[stage], x) + rounding(dtype) * scale
         allowed[stage] = bound if bound <= 0.1 * scale or bound == 0 else None
     return Case(name, label, seed, dtype, arguments, gold, allowed)
 
@@ -1807,6 +1817,7 @@ class Finding:
     case: str = ""
     seed: int = 0
     said: str = ""                      # the mistake, or why there is no verdict
+    lacking: str = ""                   # keywords that the candidate does not take; their cases are not judged
 
 
 def judge(name: str, tried: list[tuple[Case, dict[str, Tensor]]], good: str) -> Finding:
@@ -1820,13 +1831,14 @@ def judge(name: str, tried: list[tuple[Case, dict[str, Tensor]]], good: str) -> 
     stages = [stage for _, _, stage, _ in wrong]                                 # the first in order: a value before any gradient
     first = min(stages, key=lambda stage: list(tried[0][0].gold).index(stage) if stage in tried[0][0].gold else 99, default=None)
     error, allowed, stage, case = max((row for row in wrong or sure if not wrong or row[2] == first), key=share)
-    return Finding(name, "differs" if wrong else good, len(sure), len(rows) - len(sure), stage, error, allowed, case.label, case.seed)
+    return Finding(name, "differs" if wrong else good, len(sure), len(rows) - len(sure), stage, error, allowed, case.label, case.seed,
+                   mistake(name, tried) if wrong else "")
 
 
 def near_misses(function: str) -> dict[str, tuple[Callable, str]] | None:
     """The gallery's wrong versions of a function, {name: (version, what it is)}; None where the spec file cannot be loaded"""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
     try:
-        sys.path.insert(0, str(Path(__file__).resolve().parent))
         from test_hybrid_rl import NEAR_MISSES
     except ImportError:
         return None
@@ -1835,26 +1847,50 @@ def near_misses(function: str) -> dict[str, tuple[Callable, str]] | None:
     return {name: (wrong, line) for name, (of, wrong, line) in NEAR_MISSES.items() if of == function}
 
 
-def fits(wrong: Callable, tried: list[tuple[Case, dict[str, Tensor]]]) -> bool:
-    """Does a wrong version give what the candidate gave, in every case for which it is defined, under the same allowance?
+def try_candidate(candidate: Callable, cases: Iterable[Case]) -> tuple[list[tuple[Case, dict[str, Tensor]]], set[str]]:
+    """Its outputs and gradients in each case that it takes, and the keywords that it does not take or raises NotImplementedError for
 
-    The allowance grows by four roundings of the wrong version's own size; at least one of these cases must tell it from the right one.
+    Raises UsageError where it cannot be called with the inputs of SPEC, or raises.
+    """
+    tried, lacking = [], set()
+    for case in cases:
+        positional = SPEC[case.function].inputs.split()
+        keywords = {k: 0 for k in case.arguments if k not in positional}
+        try:
+            inspect.signature(candidate).bind(*positional, **keywords)
+        except TypeError as error:
+            if not keywords:
+                raise UsageError(f"wrong signature: it is called with {', '.join(positional)} ({error})") from None
+            lacking |= {k for k in keywords if k not in inspect.signature(candidate).parameters}
+            continue
+        except ValueError:              # a builtin has no signature to read
+            pass
+        try:
+            tried.append((case, evaluate(candidate, SPEC[case.function], case.arguments, DTYPES[case.dtype])))
+        except NotImplementedError:
+            lacking.add(case.label.partition(", ")[2] or case.label)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise UsageError(f"raises {type(error).__name__} in case {case.label!r}, seed {case.seed}: {first}") from None
+    return tried, lacking
+
+
+def fits(wrong: Callable, tried: list[tuple[Case, dict[str, Tensor]]]) -> bool:
+    """Does a wrong version give what the candidate gave, under the same allowance, in every case that it takes?
+
+    The allowance grows by four roundings of the wrong version's own size; at least one case must tell it from the right one.
     """
     telling = False
     for case, found in tried:
-        eps = torch.finfo(DTYPES[case.dtype]).eps
         try:
-            inspect.signature(wrong).bind(*SPEC[case.function].inputs.split(), **{k: 0 for k in case.arguments if k not in SPEC[case.function].inputs.split()})
-            given = evaluate(wrong, SPEC[case.function], case.arguments, DTYPES[case.dtype])
-        except Exception:               # it has no such keyword or shape: not defined here
-            continue
-        for stage, allowed in case.allowed.items():
-            if allowed is None:
-                continue
-            size = given[stage][given[stage].isfinite()].abs().max().item() if stage in given and given[stage].isfinite().any() else 0.0
-            if stage not in given or gap(found.get(stage), given[stage]) > allowed + 4 * eps * size:
+            taken, _ = try_candidate(wrong, [case])
+        except UsageError:              # it breaks down here, where the candidate does not
+            return False
+        for stage, allowed in case.allowed.items() if taken else ():
+            given = taken[0][1].get(stage)
+            if given is None or allowed is not None and gap(found.get(stage), given) > allowed + rounding(case.dtype) * size_of(given):
                 return False
-            telling |= gap(given[stage], case.gold[stage]) > allowed
+            telling |= allowed is not None and gap(given, case.gold[stage]) > allowed
     return telling
 
 
@@ -1892,30 +1928,11 @@ class Report:
                 lines.append(f"{f.function:24} {f.verdict:18} {f.said}")
                 continue
             lines.append(f"{f.function:24} {f.verdict:18} {f.error:11.2e} {f.allowed:9.2e}  {f.stage:22} {f.case!r}, seed {f.seed}"
-                         + (f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" if f.unjudged else ""))
+                         + f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" * bool(f.unjudged) + f"; does not take {f.lacking}" * bool(f.lacking))
             if f.verdict == "differs":
                 lines += [f"    {f.said}", f"    again: python hybrid_rl.py check {self.target} --function {f.function} --case {f.case!r} --seed {f.seed} "
                           f"--seeds 1{self.options}"]
         return "\n".join(lines)
-
-
-def try_candidate(candidate: Callable, cases: Iterable[Case]) -> list[tuple[Case, dict[str, Tensor]]]:
-    """The candidate's outputs and gradients in each case; raises UsageError where it cannot be called like the reference"""
-    tried = []
-    for case in cases:
-        row = SPEC[case.function]
-        positional = row.inputs.split()
-        try:
-            inspect.signature(candidate).bind(*positional, **{k: 0 for k in case.arguments if k not in positional})
-        except TypeError as error:
-            raise UsageError(f"wrong signature in case {case.label!r}: {error}; it is called with {', '.join(case.arguments)}") from None
-        except ValueError:              # a builtin has no signature to read
-            pass
-        try:
-            tried.append((case, evaluate(candidate, row, case.arguments, DTYPES[case.dtype])))
-        except Exception as error:
-            raise UsageError(f"raised {type(error).__name__} in case {case.label!r}, seed {case.seed}: {str(error).splitlines()[0] if str(error) else ''}") from None
-    return tried
 
 
 def check_conformance(candidates, *, functions: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, seeds: Iterable[int] = range(3),
@@ -1944,12 +1961,15 @@ def check_conformance(candidates, *, functions: Sequence[str] | None = None, dty
         if not labels:
             raise UsageError(f"case {case!r}: {name} has {', '.join(map(repr, labels_of(name)))}")
         try:
-            tried = try_candidate(has[name], (make_case(name, label, seed, word, (presets or {}).get(name)) for seed in seeds for label in labels))
+            tried, lacking = try_candidate(has[name], (make_case(name, label, seed, word, (presets or {}).get(name)) for seed in seeds for label in labels))
         except UsageError as error:
             findings.append(Finding(name, "cannot be judged", said=str(error)))
             continue
+        if not tried:
+            findings.append(Finding(name, "cannot be judged", said=f"takes no case: lacks {', '.join(sorted(lacking))}"))
+            continue
         finding = judge(name, tried, "conforms" if dtype == torch.float32 else "as accurate as the plain formula")
-        finding.said = finding.said or (mistake(name, tried) if finding.verdict == "differs" else "")
+        finding.lacking = ", ".join(sorted(lacking))
         findings.append(finding)
     if not findings:
         raise UsageError(f"nothing to judge: the candidate has none of {', '.join(SPEC)}")
@@ -2023,7 +2043,6 @@ def check_results(results: str, vectors: str) -> Report:
     findings = []
     for (name, dtype), tried in by_function.items():
         finding = judge(name, tried, "conforms" if dtype == "float32" else "as accurate as the plain formula")
-        finding.said = finding.said or (mistake(name, tried) if finding.verdict == "differs" else "")
         findings.append(finding)
     if not findings:
         raise UsageError(f"--results {results}: holds none of the cases of {vectors}")
