@@ -1513,7 +1513,7 @@ class Draw:
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
-        self.rows, self.length, self.vocab = (int(self.whole(low, high)) for low, high in ((4, 7), (6, 10), (9, 16)))
+        self.rows, self.length, self.vocab = (int(self.whole(low, high)) for low, high in ((6, 10), (6, 10), (9, 16)))
 
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator)
@@ -1541,10 +1541,11 @@ def batch(d: Draw, garbage: float | None = None, empty: bool = False, left: bool
     garbage fills the padding; apart is |logp - logp_old| everywhere; teacher is its logp at every third token; impossible
     says who gives two tokens -inf; copy makes the teacher the student; each_row scales one advantage a row, (B, 1).
     """
-    mask, hidden, weight, ids = d.mask(empty, left), d.normal(d.rows, d.length, 8), 0.7 * d.normal(d.vocab, 8), d.whole(2, d.vocab, d.rows, d.length)
-    never, logits = torch.arange(d.vocab) < 2, hidden @ weight.T
+    mask, hidden, weight, ids = d.mask(empty, left), d.normal(d.rows, d.length, 8).tanh(), d.normal(d.vocab, 8).tanh(), d.whole(2, d.vocab, d.rows, d.length)
+    never, level = torch.arange(d.vocab) < 2, lambda z: z - z.logsumexp(dim=-1, keepdim=True) + 1      # rounds like small logits
+    logits = level(hidden @ weight.T)
     logits = logits.masked_fill(never, -torch.inf) if impossible in ("student", "both") else logits
-    teacher_logits = logits if copy else 2 * d.normal(*logits.shape)
+    teacher_logits = logits if copy else level(3 * d.normal(*logits.shape).tanh())
     teacher_logits = teacher_logits.masked_fill(never, -torch.inf) if impossible in ("teacher", "both") else teacher_logits
     logp = logps_from_logits(logits, ids)["logp"]
     per_token = {"logp": logp, "logp_old": logp - (d.log_ratio() if apart is None else apart * d.normal().sign()),
@@ -1577,15 +1578,15 @@ def batches(*labels: str) -> dict[str, Callable[[Draw], dict]]:
 
 
 def routed(d: Draw, garbage: float = 0.0) -> dict:
-    """Four groups: all wrong, all wrong and no right teacher, mixed, all right; token scores kept apart by more than 1e-3"""
-    size = int(d.whole(2, 4))
+    """Four groups: all wrong, all wrong and no right teacher, mixed, all right; token scores kept apart by more than 3e-4"""
+    size, length = int(d.whole(2, 5)), d.length + 3
     outcomes = torch.zeros(4, size, dtype=torch.float64)
     outcomes[2, 0], outcomes[3] = 1, 1
     while True:
-        mask = torch.arange(d.length) < d.whole(2, d.length + 1, 4 * size, 1)
-        opd, entropy = d.normal(4 * size, d.length), d.normal(4 * size, d.length).abs()
+        mask = torch.arange(length) < d.whole(2, length + 1, 4 * size, 1)
+        opd, entropy = d.normal(4 * size, length), d.normal(4 * size, length).abs()
         live = mask & (torch.arange(4 * size) < size)[:, None]
-        if token_scores(entropy, opd.abs(), live)[live].sort().values.diff().min() > 1e-3:
+        if token_scores(entropy, opd.abs(), live)[live].sort().values.diff().min() > 3e-4:
             break
     return {"outcomes": outcomes, "advantages": d.normal(4, size), "advantages_opd": opd.masked_fill(~mask, garbage),
             "entropy": entropy.masked_fill(~mask, garbage), "mask": mask,
@@ -1684,7 +1685,7 @@ SPEC: dict[str, Spec] = {
     "hybrid_loss": Spec(hybrid_loss, "streams", "streams", {"plain": lambda d: {"streams": {
         name: (d.normal(), token_weights(d.mask(False, False), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
     "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", batches("plain", "student cannot"), _WARM),
-    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits", _MASKED | _GRPO, _WARM + _HOW),
+    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits", _MASKED | batches("one advantage a row", "exactly at the clip"), _WARM + _HOW),
     "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, _WARM + _HOW),
     "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits", batches("plain", "empty row"), _WARM + _SHARE),
 }

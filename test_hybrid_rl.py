@@ -2284,11 +2284,11 @@ def jsd_over_padding(student_logits, teacher_logits, mask, *, teacher_share=0.5,
     return H.generalized_jsd(student_logits, teacher_logits, teacher_share, temperature).masked_fill(~mask, 0.0).mean()
 
 
-@near_miss("jsd_loss_from_logits", "the student is detached on its own side of the mixture: right value, half a gradient")
-def jsd_with_detached_mixture(student_logits, teacher_logits, mask, *, teacher_share=0.5, temperature=1.0):
+@near_miss("jsd_loss_from_logits", "the teacher's half is detached, since the teacher is frozen: the mixture in it is not")
+def jsd_with_detached_half(student_logits, teacher_logits, mask, *, teacher_share=0.5, temperature=1.0):
     s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits / temperature).log_softmax(-1)
-    m = (teacher_share * t.exp() + (1 - teacher_share) * s.exp().detach()).log()
-    jsd = teacher_share * (t.exp() * (t - m)).sum(-1) + (1 - teacher_share) * (s.exp() * (s - m)).sum(-1)
+    m = (teacher_share * t.exp() + (1 - teacher_share) * s.exp()).log()
+    jsd = teacher_share * (t.exp() * (t - m)).sum(-1).detach() + (1 - teacher_share) * (s.exp() * (s - m)).sum(-1)
     return H.aggregate(jsd, mask, "token_mean")
 
 
@@ -2305,13 +2305,13 @@ def honest(function: str):
 
 
 def written_out(z):
-    top = z.amax(-1, keepdim=True)
+    top = z.amax(-1, keepdim=True).detach()
     return top + (z - top).exp().sum(-1, keepdim=True).log()
 
 
 def chunked(z):
     """Over the vocabulary, four at a time, with a running maximum"""
-    top, total = z[..., :4].amax(-1, keepdim=True), 0.0
+    top, total = z[..., :4].amax(-1, keepdim=True).detach(), 0.0
     for chunk in z.split(4, dim=-1):
         new = torch.maximum(top, chunk.amax(-1, keepdim=True)).detach()
         total, top = total * (top - new).exp() + (chunk - new).exp().sum(-1, keepdim=True), new
@@ -2408,9 +2408,11 @@ for _name in ("aggregate", "grpo_loss", "opd_loss", "sft_loss"):
 def compiled_versions() -> dict:
     """Losses fused by torch.compile, if it works here"""
     try:
-        found = {f"{f.__name__}: torch.compile": (f.__name__, torch.compile(f, dynamic=True)) for f in (H.generalized_jsd, H.kl_terms, H.token_logps)}
-        H.check_conformance({"kl_terms": found["kl_terms: torch.compile"][1]}, seeds=[0])
-        return found
+        fused = {f.__name__: torch.compile(f, dynamic=True) for f in (H.generalized_jsd, H.kl_terms, H.grpo_loss)}
+        plain = {"generalized_jsd": lambda s, t: fused["generalized_jsd"](s, t), "kl_terms": lambda p, q: fused["kl_terms"](p, q),
+                 "grpo_loss": lambda p, old, a, mask: fused["grpo_loss"](p, old, a, mask)}
+        H.check_conformance({"kl_terms": plain["kl_terms"]}, seeds=[0])
+        return {f"{name}: torch.compile": (name, version) for name, version in plain.items()}
     except Exception as error:
         print(f"without torch.compile: {type(error).__name__}")
         return {}
