@@ -1696,6 +1696,20 @@ SPEC |= {name.replace("logits", "hidden"): dataclasses.replace(
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Preset = dict[str, dict]                # function: keyword values
+# What other libraries compute by default, as keyword values of ours: read from the source of these versions and run beside it
+# (test_installed_libraries_compute_what_their_convention_says).  What no keyword can express stands in the README.
+CONVENTIONS: dict[str, Preset] = {
+    # TRL 1.16.0, GRPOConfig: loss_type dapo, scale_rewards group, max_completion_length 512
+    "trl": {"grpo_loss": {"how": "token_mean"}, "group_advantages": {"ddof": 1, "eps": 1e-4}, "jsd_loss_from_logits": {"how": "token_mean"}},
+    "trl-grpo": {"grpo_loss": {"how": "seq_mean_token_mean", "empty_rows": "count"}},
+    "trl-dr_grpo": {"grpo_loss": {"how": "seq_mean_token_sum_norm", "length": 512, "empty_rows": "count"},
+                    "group_advantages": {"scale": "none"}},
+    # verl 0.9.1, ActorConfig: loss_agg_mode token-mean, clip_ratio_c 3.0
+    "verl": {"grpo_loss": {"how": "token_mean", "dual_clip": 3.0}, "group_advantages": {"ddof": 1, "eps": 1e-6}, "kl_terms": {"kind": "k3"}},
+    "verl-seq-mean-token-mean": {"grpo_loss": {"how": "seq_mean_token_mean", "dual_clip": 3.0}},
+    # Liger 0.8.5, LigerFusedLinearGRPOLoss and LigerFusedLinearJSDLoss: loss_type dapo
+    "liger": {"grpo_loss_from_hidden": {"how": "token_mean"}, "jsd_loss_from_hidden": {"how": "token_mean"}},
+    "liger-grpo": {"grpo_loss_from_hidden": {"how": "seq_mean_token_mean", "empty_rows": "count"}}}
 
 
 def over_tensors(change: Callable[[Tensor], Tensor], x):
@@ -1767,6 +1781,7 @@ class Case:
     arguments: dict
     gold: dict[str, Tensor]
     allowed: dict[str, float | None]
+    preset: dict = dataclasses.field(default_factory=dict)      # keyword values that the reference took and the candidate is not given
 
 
 def make_case(name: str, label: str, seed: int, dtype: str, preset: dict | None = None) -> Case:
@@ -1784,7 +1799,7 @@ def make_case(name: str, label: str, seed: int, dtype: str, preset: dict | None 
         scale = term_size(right, arguments) if stage == "value" and x.ndim == 0 else size_of(x)
         bound = 2 * gap(plain[stage], x) + rounding(dtype) * scale
         allowed[stage] = bound if bound <= 0.1 * scale or bound == 0 else None
-    return Case(name, label, seed, dtype, arguments, gold, allowed)
+    return Case(name, label, seed, dtype, arguments, gold, allowed, preset or {})
 
 
 @functools.cache
@@ -1884,7 +1899,7 @@ def fits(wrong: Callable, tried: list[tuple[Case, dict[str, Tensor]]]) -> bool:
     telling = False
     for case, found in tried:
         try:
-            taken, _ = try_candidate(wrong, [case])
+            taken, _ = try_candidate(functools.partial(wrong, **case.preset), [case])
         except UsageError:              # it breaks down here, where the candidate does not
             return False
         for stage, allowed in case.allowed.items() if taken else ():
@@ -1923,12 +1938,13 @@ class Report:
         return self.exit_code == 0
 
     def __str__(self) -> str:
-        lines = [f"{'function':24} {'verdict':18} {'worst error':>11} {'allowed':>9}  {'of':22} case"]
+        width = max(len(f.verdict) for f in self.findings)
+        lines = [f"{'function':24} {'verdict':{width}} {'worst error':>11} {'allowed':>9}  {'of':26} case"]
         for f in self.findings:
-            if f.verdict == "missing" or not f.judged:
-                lines.append(f"{f.function:24} {f.verdict:18} {f.said}")
+            if not f.judged:
+                lines.append(f"{f.function:24} {f.verdict:{width}} {f.said}")
                 continue
-            lines.append(f"{f.function:24} {f.verdict:18} {f.error:11.2e} {f.allowed:9.2e}  {f.stage:22} {f.case!r}, seed {f.seed}"
+            lines.append(f"{f.function:24} {f.verdict:{width}} {f.error:11.2e} {f.allowed:9.2e}  {f.stage:26} {f.case!r}, seed {f.seed}"
                          + f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" * bool(f.unjudged) + f"; does not take {f.lacking}" * bool(f.lacking))
             if f.verdict == "differs":
                 lines += [f"    {f.said}", f"    again: python hybrid_rl.py check {self.target} --function {f.function} --case {f.case!r} --seed {f.seed} "
@@ -1951,7 +1967,7 @@ def check_conformance(candidates, *, functions: Sequence[str] | None = None, dty
                 raise UsageError(f"{what} {word}: must be one of {', '.join(legal)}{did_you_mean(word, legal)}")
     if dtype not in DTYPES.values():
         raise UsageError(f"dtype {dtype}: must be one of {', '.join(DTYPES)}; float64 is the yardstick itself")
-    presets = CONVENTIONS[conventions].keywords if isinstance(conventions, str) else conventions
+    presets = CONVENTIONS[conventions] if isinstance(conventions, str) else conventions
     word = next(word for word, kind in DTYPES.items() if kind == dtype)
     findings = []
     for name in functions or [name for name in (SPEC if presets is None else presets) if name in has]:
@@ -1975,17 +1991,6 @@ def check_conformance(candidates, *, functions: Sequence[str] | None = None, dty
     if not findings:
         raise UsageError(f"nothing to judge: the candidate has none of {', '.join(SPEC)}")
     return Report(findings)
-
-
-@dataclass(frozen=True)
-class Convention:
-    """What another library computes, as keyword values of this module's functions; read from its source and run beside ours."""
-
-    version: str
-    keywords: Preset
-
-
-CONVENTIONS: dict[str, Convention] = {}
 
 
 FORMAT, SPEC_VERSION = "hybrid_rl vectors 1", "1"
@@ -2156,7 +2161,7 @@ class OneLineParser(argparse.ArgumentParser):
         word = message.removeprefix("unrecognized arguments: ").split()[0]
         if message.startswith("unrecognized arguments: "):
             message = (f"{message}{did_you_mean(word, self._option_string_actions)}; --help lists the flags" if word.startswith("-") else
-                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is train (the default)")
+                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is {self.prog.split()[-1]}")
         print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
         raise SystemExit(2)
 

@@ -8,15 +8,19 @@ Everything is float64 unless precision is the subject; "equal" then means 1e-9, 
 import copy
 import dataclasses
 import doctest
+import functools
 import itertools
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
+from collections import defaultdict
 from decimal import Decimal
 from pathlib import Path
 
@@ -2435,6 +2439,229 @@ def self_test(trials: int, seed: int = 0) -> int:
           f"{caught} of {trials} trials of {len(gallery)} near misses caught, {named} ({100 * named / trials:.1f} %) named, and named alone",
           f"{time.perf_counter() - began:.0f} s", sep="\n")
     return 0 if not alarms and caught == trials and named >= 0.95 * trials else 1
+
+# TRL, verl and Liger as they are, behind our names: `python hybrid_rl.py check test_hybrid_rl:TRL --convention trl`.
+
+
+def trl_grpo_loss(logp, logp_old, advantages, mask, loss_type="dapo"):
+    from trl import GRPOTrainer, GRPOConfig
+    default = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    here = types.SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1)
+    trainer = types.SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *a, **k: (logp, torch.zeros_like(logp), None), aux_loss_enabled=False, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0, loss_type=loss_type, epsilon_low=0.2, epsilon_high=0.2,
+        use_vllm=False, model=torch.nn.Module().eval(), max_completion_length=default["max_completion_length"], _entropy_bonus_enabled=False, accelerator=here,
+        current_gradient_accumulation_steps=1, args=types.SimpleNamespace(delta=None), _metrics=defaultdict(lambda: defaultdict(list)))
+    ids = torch.zeros_like(mask, dtype=torch.long)
+    return GRPOTrainer._compute_loss(trainer, None, {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask.long(),
+                                                     "advantages": advantages, "old_per_token_logps": logp_old, "num_items_in_batch": mask.sum()})
+
+
+def trl_jsd_loss(student_logits, teacher_logits, mask):
+    from trl.experimental.gkd import GKDTrainer
+    return GKDTrainer.generalized_jsd_loss(student_logits, teacher_logits, labels=torch.where(mask, 0, -100))
+
+
+def verl_grpo_loss(logp, logp_old, advantages, mask, how="token-mean"):
+    import verl.trainer.ppo.core_algos as C
+    from verl.workers.config import ActorConfig
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    return C.compute_policy_loss_vanilla(logp_old, logp, advantages.expand_as(logp), mask.to(logp.dtype), how, config)[0]
+
+
+def verl_group_advantages(rewards):
+    import numpy as np
+    import verl.trainer.ppo.core_algos as C
+    index = np.repeat(np.arange(len(rewards)), rewards.shape[1])
+    return C.compute_grpo_outcome_advantage(rewards.reshape(-1, 1).clone(), torch.ones(rewards.numel(), 1), index)[0].view_as(rewards)
+
+
+def verl_kl_terms(logp, logp_ref):
+    import verl.trainer.ppo.core_algos as C
+    return C.kl_penalty(logp, logp_ref, "low_var_kl")
+
+
+def liger_grpo_loss(hidden, weight, ids, logp_old, advantages, mask, loss_type="dapo"):
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=False, loss_type=loss_type)
+    return fused(hidden, weight, ids, mask.to(hidden.dtype), advantages[:, 0], old_per_token_logps=logp_old)[0]
+
+
+def liger_jsd_loss(hidden, weight, teacher_logits, mask):
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+    fused = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, compiled=False, chunk_size=8)
+    as_weight = torch.eye(len(weight), dtype=hidden.dtype)      # the teacher's logits as hidden states of a unit head
+    return fused(hidden.flatten(0, 1), weight, teacher_logits.flatten(0, 1), as_weight, torch.where(mask, 0, -100).flatten())
+
+
+TRL = {"grpo_loss": trl_grpo_loss, "jsd_loss_from_logits": trl_jsd_loss}
+TRL_GRPO = {"grpo_loss": functools.partial(trl_grpo_loss, loss_type="grpo")}
+TRL_DR_GRPO = {"grpo_loss": functools.partial(trl_grpo_loss, loss_type="dr_grpo")}
+VERL = {"grpo_loss": verl_grpo_loss, "group_advantages": verl_group_advantages, "kl_terms": verl_kl_terms}
+VERL_SEQ = {"grpo_loss": functools.partial(verl_grpo_loss, how="seq-mean-token-mean")}
+LIGER = {"grpo_loss_from_hidden": liger_grpo_loss, "jsd_loss_from_hidden": liger_jsd_loss}
+LIGER_GRPO = {"grpo_loss_from_hidden": functools.partial(liger_grpo_loss, loss_type="grpo")}
+AGREES = ("plain", "empty row", "one advantage a row", "no advantage")      # what is left out here is in the README's table
+
+
+@pytest.mark.parametrize("convention, package, theirs", [
+    ("trl", "trl", TRL), ("trl-grpo", "trl", TRL_GRPO), ("trl-dr_grpo", "trl", TRL_DR_GRPO), ("verl", "verl", VERL),
+    ("verl-seq-mean-token-mean", "verl", VERL_SEQ), ("liger", "liger_kernel", LIGER), ("liger-grpo", "liger_kernel", LIGER_GRPO)])
+def test_installed_libraries_compute_what_their_convention_says(convention, package, theirs):
+    pytest.importorskip(package, reason="judged only where it is installed", exc_type=ImportError)
+    for name, function in theirs.items():
+        for case in set(AGREES) & set(H.labels_of(name, {})) - ({"plain", "empty row"} if function in (liger_grpo_loss, LIGER_GRPO["grpo_loss_from_hidden"]) else set()):
+            report = H.check_conformance({name: function}, conventions=convention, case=case)
+            assert report.passed, f"{convention}, {case}:\n{report}"
+
+
+def test_a_convention_is_not_another():
+    as_trl = functools.partial(H.grpo_loss, how="token_mean")
+    assert H.check_conformance({"grpo_loss": as_trl}, conventions="trl").passed
+    for other in ("trl-grpo", "trl-dr_grpo", "verl", "verl-seq-mean-token-mean"):
+        assert not H.check_conformance({"grpo_loss": as_trl}, conventions=other).passed, f"TRL's default passes as {other}"
+
+
+# The judge.
+
+
+def seeds_of(name: str, function, seeds=range(2), **options) -> H.Finding:
+    return H.check_conformance({name: function}, seeds=seeds, **options).findings[0]
+
+
+@pytest.mark.parametrize("name", [name for name, row in NEAR_MISSES.items() if row[0] in H.SPEC])
+def test_every_near_miss_is_caught_at_its_case_and_named(name):
+    function, wrong, line = NEAR_MISSES[name]
+    for label in (label for label in H.labels_of(function) if MISSED_AT[name] in label and MISSED_AT[name]):
+        verdicts = [seeds_of(function, wrong, [seed], case=label).verdict for seed in range(3)]
+        assert "differs" in verdicts, f"{name} is not seen at {label}"
+    finding = seeds_of(function, wrong)
+    assert finding.verdict == "differs" and finding.said == f"{name}: {line}", f"expected {name} alone to be named, got {finding}"
+
+
+def test_every_function_has_a_near_miss_and_there_are_many():
+    of = [function for function, _, _ in NEAR_MISSES.values()]
+    assert set(of) == set(H.SPEC) and len(of) >= 90, f"no near miss of {set(H.SPEC) - set(of)}, or of an unknown {set(of) - set(H.SPEC)}"
+    assert all(not label or any(label in full for full in H.labels_of(of)) for of, label in ((NEAR_MISSES[n][0], c) for n, c in MISSED_AT.items()))
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_version_conforms(name):
+    function, version = HONEST[name]
+    finding = seeds_of(function, version, range(3))
+    assert finding.verdict == "conforms", finding
+
+
+def test_the_reference_conforms_in_every_dtype_and_says_no_more_than_it_knows():
+    for dtype, verdict in ((torch.float32, "conforms"), (torch.bfloat16, "as accurate as the plain formula"), (torch.float16, "as accurate as the plain formula")):
+        report = H.check_conformance(H, dtype=dtype, seeds=[0])
+        assert report.passed and {f.verdict for f in report.findings} == {verdict} and {f.function for f in report.findings} == set(H.SPEC), report
+    with pytest.raises(H.UsageError, match="float64 is the yardstick"):
+        H.check_conformance(H, dtype=F64)
+
+
+def right_value_wrong_gradient(logp, logp_old, advantages, mask, **options):
+    return 2 * (loss := H.grpo_loss(logp, logp_old, advantages, mask, **options)) - loss.detach()
+
+
+def the_judge_says_no() -> bool:
+    """What a judge that is worth its name must do: refuse a wrong value, and a right value with a wrong gradient."""
+    return all(not H.check_conformance({"grpo_loss": f}, seeds=[0]).passed for f in (grpo_with_token_mean, right_value_wrong_gradient))
+
+
+def test_a_judge_that_always_passes_is_caught(monkeypatch):
+    assert the_judge_says_no()
+    monkeypatch.setattr(H, "gap", lambda found, expected: 0.0)
+    assert not the_judge_says_no()
+
+
+def test_a_judge_that_compares_a_thing_with_itself_is_caught(monkeypatch):
+    real = H.judge
+    monkeypatch.setattr(H, "judge", lambda name, tried, good: real(name, [(case, case.gold) for case, _ in tried], good))
+    assert not the_judge_says_no()
+
+
+def test_a_judge_that_ignores_gradients_is_caught(monkeypatch):
+    real = H.judge
+    blind = lambda found, gold: {stage: gold[stage] if "gradient" in stage else x for stage, x in found.items()}
+    monkeypatch.setattr(H, "judge", lambda name, tried, good: real(name, [(case, blind(found, case.gold)) for case, found in tried], good))
+    assert not the_judge_says_no()
+
+
+def test_the_allowance_is_twice_the_plain_loss_and_four_roundings_of_a_typical_term():
+    terms, mask = tensor([[1e4, -1e4 + 1, 1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    row = H.Spec(H.aggregate, "terms mask how", "terms", {"made": lambda d: {"terms": terms, "mask": mask, "how": "token_mean"}})
+    H.SPEC["aggregate_here"] = row
+    try:
+        case = H.make_case("aggregate_here", "made", 0, "float32")
+    finally:
+        del H.SPEC["aggregate_here"]
+    single = terms.float()
+    plain = abs(H.aggregate(single, mask, "token_mean").item() - H.aggregate(single.double(), mask, "token_mean").item())
+    expected = 2 * plain + 4 * 2**-23 * single.double().abs().mean().item()
+    same(case.allowed["value"], expected, "allowed")
+    assert case.allowed["value"] > 4 * 2**-23 * 1000, "the sum cancels to 2/3, its terms do not: the scale is theirs"
+
+
+def test_where_the_plain_formula_is_too_inaccurate_there_is_no_verdict():
+    copied = H.make_case("reverse_kl", "copied teacher", 0, "float32")
+    assert copied.allowed["gradient of student_logits"] is None
+    report = H.check_conformance(H, functions=["reverse_kl"], seeds=[0], case="copied teacher")
+    assert "without verdict" in str(report)
+    nothing = H.judge("reverse_kl", [(dataclasses.replace(copied, allowed=dict.fromkeys(copied.allowed)), copied.gold)], "conforms")
+    assert nothing.verdict == "no verdict" and not H.Report([nothing]).passed and H.Report([nothing]).exit_code == 2
+
+
+def test_a_number_that_is_not_finite_must_be_the_same_one_in_the_same_place():
+    a = tensor([1.0, INF, -INF, NAN])
+    assert H.gap(a.clone(), a) == 0
+    for other in ([1.0, -INF, -INF, NAN], [1.0, INF, -INF, 0.0], [NAN, INF, -INF, NAN], [1.0, INF, -INF]):
+        assert H.gap(tensor(other), a) == INF, f"{other} passes for {a.tolist()}"
+
+
+def test_the_report_says_which_stage_which_case_which_mistake_and_how_to_see_it_again():
+    report = H.check_conformance({"grpo_loss": right_value_wrong_gradient, "sft_loss": sft_with_flipped_sign}, seeds=[3])
+    text = str(report)
+    assert report.findings[0].stage == "gradient of logp" and report.findings[1].stage == "value", "the first stage that differs"
+    assert "sft_with_flipped_sign: the likelihood instead of its negative" in text and "0 of 10 known mistakes fit" in text, text
+    again = next(line for line in text.splitlines() if "again:" in line)
+    assert re.search(r"check TARGET --function grpo_loss --case '.+' --seed 3 --seeds 1", again), again
+    label = re.search(r"--case '(.+)' --seed", again)[1]
+    assert seeds_of("grpo_loss", right_value_wrong_gradient, [3], case=label).verdict == "differs"
+
+
+def test_what_a_candidate_lacks_is_said_and_what_it_has_is_judged():
+    report = H.check_conformance({"grpo_loss": lambda logp, logp_old, advantages, mask: H.grpo_loss(logp, logp_old, advantages, mask)},
+                                 functions=["grpo_loss", "sft_loss"], seeds=[0])
+    loss, missing = report.findings
+    assert loss.verdict == "conforms" and "dual_clip" in loss.lacking and "kl_coef" in loss.lacking and "does not take" in str(report)
+    assert missing.verdict == "missing" and report.exit_code == 2
+
+
+def test_two_mistakes_that_look_alike_are_not_named(monkeypatch):
+    twin = {name: (sft_with_flipped_sign, line) for name, line in (("a", "one"), ("b", "another"))}
+    monkeypatch.setattr(H, "near_misses", lambda function: twin)
+    assert seeds_of("sft_loss", sft_with_flipped_sign).said == "2 of 2 known mistakes fit; a: one; b: another"
+    monkeypatch.setattr(H, "near_misses", lambda function: None)
+    assert "cannot be loaded" in seeds_of("sft_loss", sft_with_flipped_sign).said
+
+
+def test_cases_hold_what_kernels_get_wrong():
+    far = H.make_case("grpo_loss", "far", 0, "float32").arguments
+    assert ((far["logp"] - far["logp_old"]).abs() > 20).all()
+    clip = H.make_case("grpo_loss", "exactly at the clip", 0, "bfloat16").arguments
+    bit_equal(clip["logp"], clip["logp_old"], "ratio 1, clip 0")
+    left = H.make_case("grpo_loss", "NaN on the left", 0, "float32").arguments
+    assert left["logp"][~left["mask"]].isnan().all() and not left["mask"].any(1).all() and (~left["mask"])[:, 0].any() and (left["mask"].sum(1) == 1).any()
+    assert (H.make_case("opd_advantages", "sure teacher", 0, "float32").arguments["logp_teacher"] == 0).any()
+    assert (H.make_case("opd_advantages", "teacher that cannot", 0, "float32").arguments["logp_teacher"] == -INF).any()
+    assert {H.make_case("group_advantages", label, s, "float32").arguments["rewards"].shape[1] for s in range(30) for label in ("of two", "plain", "of sixteen")} == set(range(2, 17))
+    one = H.make_case("grpo_loss", "one advantage a row", 0, "float32").arguments
+    assert one["advantages"].shape == (len(one["logp"]), 1) and (H.make_case("token_logps", "student cannot", 0, "float32").arguments["logits"] == -INF).any()
+    for name in H.SPEC:
+        a, b, c = (H.make_case(name, H.labels_of(name)[0], seed, "float32").arguments for seed in (5, 5, 6))
+        for x, y in zip(tensors_in(a), tensors_in(b), strict=True):
+            bit_equal(x.nan_to_num(7.0), y.nan_to_num(7.0), f"{name}, the same seed")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
