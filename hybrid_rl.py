@@ -1521,10 +1521,10 @@ class Draw:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape or (self.rows, self.length), generator=self.generator, dtype=torch.float64)
 
-    def mask(self, empty: bool, left: bool) -> Tensor:
-        """A full row, a row of one token, one of three or none, others; padded on the right or on the left"""
-        lengths = self.whole(1, self.length + 1, self.rows, 1)
-        lengths[:3, 0] = torch.tensor([self.length, 1, 0 if empty else 3])
+    def mask(self, second: int = 3, left: bool = False) -> Tensor:
+        """(B, T): a full row, one of `second` tokens, others of 3 and more; padded on the right or on the left"""
+        lengths = self.whole(3, self.length + 1, self.rows, 1)
+        lengths[:2, 0] = torch.tensor([self.length, second])
         mask = torch.arange(self.length) < lengths
         return mask.flip(1) if left else mask
 
@@ -1534,14 +1534,14 @@ class Draw:
         return centres[self.whole(0, 6, self.rows, self.length)] + 0.03 * self.normal().sin()
 
 
-def batch(d: Draw, garbage: float | None = None, empty: bool = False, left: bool = False, apart: float | None = None,
+def batch(d: Draw, garbage: float | None = None, second: int = 3, left: bool = False, apart: float | None = None,
           teacher: float | None = None, impossible: str = "", copy: bool = False, each_row: float | None = None, **keywords) -> dict:
     """Every input that a loss or a residual can take, all of one batch; a Spec picks those that it names.
 
-    garbage fills the padding; apart is |logp - logp_old| everywhere; teacher is its logp at every third token; impossible
+    garbage fills the padding; second is the length of the second row; apart is |logp - logp_old| everywhere; teacher is its logp at every third token; impossible
     says who gives two tokens -inf; copy makes the teacher the student; each_row scales one advantage a row, (B, 1).
     """
-    mask, hidden, weight, ids = d.mask(empty, left), d.normal(d.rows, d.length, 8).tanh(), d.normal(d.vocab, 8).tanh(), d.whole(2, d.vocab, d.rows, d.length)
+    mask, hidden, weight, ids = d.mask(second, left), d.normal(d.rows, d.length, 16).tanh(), 0.7 * d.normal(d.vocab, 16).tanh(), d.whole(2, d.vocab, d.rows, d.length)
     never, level = torch.arange(d.vocab) < 2, lambda z: z - z.logsumexp(dim=-1, keepdim=True) + 1      # rounds like small logits
     logits = level(hidden @ weight.T)
     logits = logits.masked_fill(never, -torch.inf) if impossible in ("student", "both") else logits
@@ -1565,8 +1565,8 @@ def batch(d: Draw, garbage: float | None = None, empty: bool = False, left: bool
 
 
 BATCHES: dict[str, dict] = {            # case: options of batch, and keywords of the function
-    "plain": {}, "empty row": {"empty": True}, "empty row counted": {"empty": True, "empty_rows": "count"},
-    "NaN on the right": {"garbage": math.nan}, "NaN on the left": {"garbage": math.nan, "left": True, "empty": True},
+    "plain": {}, "one-token row": {"second": 1}, "empty row": {"second": 0}, "empty row counted": {"second": 0, "empty_rows": "count"},
+    "NaN on the right": {"garbage": math.nan}, "NaN on the left": {"garbage": math.nan, "left": True, "second": 0},
     "-inf on the right": {"garbage": -math.inf}, "one advantage a row": {"each_row": 1.0}, "no advantage": {"each_row": 0.0},
     "exactly at the clip": {"apart": 0.0, "clip_low": 0.0, "clip_high": 0.0}, "far": {"apart": 25.0},
     "sure teacher": {"teacher": 0.0}, "teacher that cannot": {"teacher": -math.inf}, "both cannot": {"impossible": "both"},
@@ -1604,7 +1604,7 @@ def rewards(d: Draw, size: int = 0, equal: bool = False, binary: bool = False) -
 
 def distinct(d: Draw, tokens: int = 0) -> dict:
     """Scores that no rounding can bring to a tie: eighths in random order; NaN in the padding"""
-    mask = d.mask(False, False) if not tokens else torch.ones(2, tokens, dtype=torch.bool)
+    mask = d.mask(1) if not tokens else torch.ones(2, tokens, dtype=torch.bool)
     order = torch.stack([torch.randperm(mask.shape[1], generator=d.generator) for _ in mask])
     return {"scores": (order / 8).double().masked_fill(~mask, math.nan), "mask": mask}
 
@@ -1632,9 +1632,9 @@ _HOW = ({"how": "token_mean"}, {"how": "seq_mean_token_sum_norm", "length": 12})
 _CLIP = ({"clip_high": 0.45}, {"clip_low": 0.5}, {"dual_clip": 1.5}, {"ratio_level": "sequence", "mask": ...})
 _KL = tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))
 _WARM, _SHARE, _KINDS = ({"temperature": 2.0},), ({"teacher_share": 0.2},), ({"kind": "reverse_kl"}, {"kind": "jsd"}, {"clip": 0.4})
-_MASKED = batches("plain", "empty row", "empty row counted", "NaN on the right", "NaN on the left", "-inf on the right")
+_MASKED = batches("plain", "one-token row", "empty row", "empty row counted", "NaN on the right", "NaN on the left", "-inf on the right")
 _GRPO = batches("one advantage a row", "no advantage", "exactly at the clip", "far")
-_OPD = batches("plain", "empty row", "NaN on the right", "NaN on the left", "-inf on the right", "sure teacher")
+_OPD = batches("plain", "one-token row", "empty row", "NaN on the right", "NaN on the left", "-inf on the right", "sure teacher")
 _PAIR = batches("plain", "both cannot", "copied teacher")
 _PLAIN = batches("plain")
 
@@ -1683,7 +1683,7 @@ SPEC: dict[str, Spec] = {
     "drowning_threshold": Spec(drowning_threshold, "kappa share", "", {"plain": lambda d: {"kappa": d.normal(7).exp(), "share": 0.3}}),
     "listening": Spec(listening, "outcomes where", "", {w: lambda d, w=w: {"outcomes": routed(d)["outcomes"], "where": w} for w in ("all", "failed", "negative")}),
     "hybrid_loss": Spec(hybrid_loss, "streams", "streams", {"plain": lambda d: {"streams": {
-        name: (d.normal(), token_weights(d.mask(False, False), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
+        name: (d.normal(), token_weights(d.mask(), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
     "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", batches("plain", "student cannot"), _WARM),
     "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits", _MASKED | batches("one advantage a row", "exactly at the clip"), _WARM + _HOW),
     "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, _WARM + _HOW),
