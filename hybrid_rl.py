@@ -71,6 +71,11 @@ class Method:
     selected: bool = False              # on the top-scoring tokens only (RSTG's Soft-OR)
     imitation: str | None = None        # stream 3: prompts whose teacher trajectory is imitated: "all" or "negative" groups
     rollouts: str = "student"           # whose completions: "student", "teacher", or "pool" = its shortest correct ones
+    join: str = "sum"                   # of reward and distillation: "sum", "gradnorm", "pcgrad", or M3's "select", "soft", "eg"
+
+    @property
+    def m3(self) -> bool:
+        return self.join in ("select", "soft", "eg")
 
 
 METHODS = {
@@ -85,11 +90,18 @@ METHODS = {
     "grpo+opd-negative": Method("OPD on all-wrong groups only", reward=True, distillation="pg", where="negative"),
     "rstg": Method("routed, weighted, token-selected OPD and SFT on all-wrong groups", reward=True, distillation="pg",
                    where="negative", weighted=True, selected=True, imitation="negative"),
+    "hybrid": Method("reward and clipped JSD to the teacher, mixed by a fixed share", reward=True, distillation="jsd"),
+    "gradnorm": Method("that share moved until both gradients are equally long", reward=True, distillation="jsd", join="gradnorm"),
+    "pcgrad": Method("hybrid, each gradient without its component against the other", reward=True, distillation="jsd", join="pcgrad"),
+    "m3-select": Method("residuals normalised, teacher only where it does not oppose", reward=True, distillation="jsd", join="select"),
+    "m3-soft": Method("residuals normalised, teacher's share by their angle", reward=True, distillation="jsd", join="soft"),
+    "m3-eg": Method("reward gradient at a look-ahead along the gated teacher", reward=True, distillation="jsd", join="eg"),
 }
 
 LEGAL: dict[str, Callable[[float], bool]] = {
     "> 0": lambda v: v > 0, ">= 0": lambda v: v >= 0, ">= 1": lambda v: v >= 1, ">= 2": lambda v: v >= 2, "> 1": lambda v: v > 1,
     "in (0, 100]": lambda v: 0 < v <= 100, "in [0, 1)": lambda v: 0 <= v < 1, "in (0, 1)": lambda v: 0 < v < 1,
+    "in [0, 1]": lambda v: 0 <= v <= 1,
 }
 
 
@@ -113,9 +125,16 @@ def did_you_mean(word, legal: Iterable) -> str:
 
 def users_of(field: dataclasses.Field) -> list[str]:
     """The methods that a setting belongs to; another method refuses it, because a flag without effect misleads."""
-    reads = {"all": lambda row: True, "reward": lambda row: row.reward, "ratio": lambda row: row.reward or row.distillation == "pg",
-             "hybrid": lambda row: row.reward and row.distillation, "jsd": lambda row: row.distillation == "jsd",
-             "pool": lambda row: row.imitation or row.weighted, "rstg": lambda row: row.selected}
+    both = lambda row: bool(row.reward and row.distillation)
+    reads = {"all": lambda row: True, "reward": lambda row: row.reward, "sum": lambda row: not row.m3,
+             "ratio": lambda row: (row.reward or row.distillation == "pg") and not row.m3,
+             "kl": lambda row: row.reward and row.join == "sum", "hybrid": lambda row: both(row) and row.distillation == "pg",
+             "jsd": lambda row: row.distillation == "jsd", "pool": lambda row: row.imitation or row.weighted,
+             "rstg": lambda row: row.selected, "both": both, "mix": lambda row: both(row) and row.distillation == "jsd",
+             "share": lambda row: both(row) and row.distillation == "jsd" and not row.m3, "m3": lambda row: row.m3,
+             "naive": lambda row: row is METHODS["hybrid"],
+             **{join: lambda row, join=join: row.join == join for join in ("gradnorm", "soft", "eg")},
+             "scaled": lambda row: row.join in ("select", "soft")}
     return [name for name, row in METHODS.items() if reads[field.metadata["used_by"]](row)]
 
 
@@ -138,7 +157,7 @@ class Config:
     steps: int = knob(300, "optimizer steps, each on fresh rollouts", ">= 1")
     prompts_per_step: int = knob(32, "prompts of a step (N)", ">= 1")
     group_size: int = knob(8, "completions sampled for each prompt (G)", ">= 2")
-    updates: int = knob(1, "optimizer updates on each batch of rollouts; the ratio leaves 1 from the second on", ">= 1")
+    updates: int = knob(1, "optimizer updates on each batch of rollouts; the ratio leaves 1 from the second on", ">= 1", "sum")
     lr: float = knob(1e-3, "AdamW learning rate, constant (papers: 1e-6 for 1-8B models)", "> 0")
     max_grad_norm: float = knob(1.0, "gradient norm above which the gradient is scaled down", "> 0")
     temperature: float = knob(1.0, "sampling temperature; divides every model's logits in the losses too", "> 0")
@@ -163,9 +182,9 @@ class Config:
     clip_high: float = knob(0.2, "upper clip of the ratio: 1 + this", ">= 0", "ratio")
     dual_clip: float | None = knob(None, "bound on the loss of a negative advantage, in units of it", "> 1", "ratio")
     ratio_level: str = knob("token", "one ratio a token, or one a sequence = GSPO", ("token", "sequence"), "ratio")
-    kl_coef: float = knob(0.0, "weight of the KL to the student as it was at the start", ">= 0", "reward")
-    kl_kind: str = knob("k3", "estimator of that KL", ("k1", "k2", "k3"), "reward")
-    kl_gradient: str = knob("estimator", "differentiate the estimator itself, or the estimator times the ratio", ("estimator", "ratio"), "reward")
+    kl_coef: float = knob(0.0, "weight of the KL to the student as it was at the start", ">= 0", "kl")
+    kl_kind: str = knob("k3", "estimator of that KL", ("k1", "k2", "k3"), "kl")
+    kl_gradient: str = knob("estimator", "differentiate the estimator itself, or the estimator times the ratio", ("estimator", "ratio"), "kl")
 
     # CHOICE: 0.1 to 0.02 on the toy, 20 times the paper's.  test_the_opd_coef_of_the_toy_anneals_in_the_papers_ratio
     opd_coef: float = knob(0.1, "weight of the teacher in a hybrid at step 0 (RSTG's beta; paper 5e-3)", ">= 0", "hybrid")
@@ -178,6 +197,18 @@ class Config:
     no_weighting: bool = knob(False, "do not weight by the teacher's confidence", "", "rstg")
     no_opd: bool = knob(False, "RSTG without its distillation: SFT on all-wrong groups, as ReLIFT", "", "rstg")
     no_sft: bool = knob(False, "RSTG without its imitation", "", "rstg")
+
+    teacher_share: float = knob(0.5, "the teacher's share alpha of a hybrid's loss; gradnorm starts there", "in [0, 1)", "share")
+    divergence_clip: float = knob(0.05, "nats of JSD above which a token does not hear the teacher (tau); 0.7 = never", "> 0", "mix")
+    gradnorm_rate: float = knob(0.025, "how fast gradnorm moves the share", "in (0, 1)", "gradnorm")
+    # CHOICE: 0.5; the paper uses 0.001 to 0.5.  test_m3_keeps_the_stated_defaults
+    max_teacher_share: float = knob(0.5, "largest share of the teacher at a token (M3's alpha_max)", "in [0, 1]", "m3")
+    gate_sharpness: float = knob(1.0, "how fast M3-Soft closes with the angle (its beta)", "> 0", "soft")
+    scale_decay: float = knob(0.99, "decay of the average reward-gradient norm that M3's update is scaled by", "in [0, 1)", "scaled")
+    lookahead_lr: float = knob(0.0, "plain gradient step of M3-EG's look-ahead; 0 = lr", ">= 0", "eg")
+    exact_gate: bool = knob(False, "M3's gate from exact per-token Jacobians; slow, logs how often the residual form agrees", "", "m3")
+    diagnose: bool = knob(False, "log kappa, cos_phi, conflict_rate, drowning; costs a backward pass or two", "", "both")
+    probe: int = knob(0, "take this many steps of the naive mix, report kappa and the strategy that the paper's rule names", ">= 0", "naive")
 
     out: str = knob("", "folder of the run; default: a fresh runs/<method>-<number>")
     save_every: int = knob(100, "steps between checkpoints; 0 = only at the end", ">= 0")
@@ -1021,6 +1052,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     problems: list
     pool: dict
+    memory: dict = dataclasses.field(default_factory=dict)      # what a method carries from step to step, saved with the optimizer
 
     def __post_init__(self):
         if self.teacher is self.student:
@@ -1086,6 +1118,7 @@ class Signals:
     reward: Tensor                      # (B, T) advantages
     distillation: Tensor                # (B, T) advantages, or the coefficient of a divergence
     logp_old: Tensor | None             # (B, T), None = on-policy: logp detached
+    kernel: Tensor | None = None        # (2, B, T) exact K_DR and its cosine, where the gate is to use them
 
     def live(self, everything: bool) -> Tensor:
         """Rows with a non-zero coefficient                                               -> (B,) bool"""
@@ -1114,51 +1147,195 @@ def listen(run: Run, batch: Rollouts, rewards: Tensor, confidence: Tensor, opd_c
         logp_old, _ = run.score_all(run.student, batch, everyone)
     reward, distillation = advantage_streams(row, outcomes, advantages, mask, opd_coef, **pg)
     if row.distillation and row.distillation != "pg":
-        distillation = opd_coef * mask.float()
+        distillation = mask.float()
     logs["selected_share"] = (distillation != 0).sum().item() / max(1, int(mask.sum()))
     return Signals(weights, reward, distillation, logp_old if config.updates > 1 else None), logs
 
 
-def divergence_terms(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, entropy and the full-vocabulary divergence of the method, from one forward pass of each model"""
-    config = run.config
-    student = run.forward(run.student, batch, index, completion_logits)          # (b, t+1, V)
+def aligned_logits(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Student's and teacher's logits / temperature at the completion's tokens, from one forward pass of each        -> (b, t, V) x2"""
+    student = run.forward(run.student, batch, index, completion_logits)
     with torch.no_grad():
         teacher = run.forward(run.teacher, batch, index, completion_logits)
-    r, width = batch.rows(index), min(student.shape[-1], teacher.shape[-1])      # rows that pad a vocabulary are no tokens
-    student, teacher = student[..., :width], teacher[..., :width]
-    how = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": generalized_jsd}[config.row.distillation]
-    extra = (config.jsd_share,) if how is generalized_jsd else ()
-    terms = how(student[:, :-1], teacher[:, :-1], *extra, temperature=config.temperature)
-    logp = token_logps(student, torch.cat([r.prompt_ids[:, -1:], r.completion_ids], dim=1), config.temperature)
-    return logp, token_entropy(student[:, :-1].detach(), config.temperature), terms
+    width = min(student.shape[-1], teacher.shape[-1])                            # rows that pad a vocabulary are no tokens
+    return tuple(upcast(z[:, :-1, :width]) / run.config.temperature for z in (student, teacher))
 
 
-def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tensor) -> tuple[dict, Tensor]:
-    """The reward and distillation streams of one micro-batch, and its entropies"""
-    config, divergence = run.config, None
-    if config.row.distillation in ("reverse_kl", "forward_kl", "jsd"):
-        logp, entropy, divergence = divergence_terms(run, batch, index)
+def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """delta_D and delta_R of aligned logits, 0 outside the mask                             -> (b, t, V) x2"""
+    residual_d = distillation_residual(student, teacher, teacher_share=config.jsd_share, clip=config.divergence_clip)
+    residual_r = reward_residual(student, ids, advantages)
+    return tuple(x.masked_fill(~mask[..., None], 0.0) for x in (residual_d, residual_r))
+
+
+def exact_kernel(run: Run, batch: Rollouts, signals: Signals) -> Tensor:
+    """Exact K_DR and its cosine of every token's unit residuals, row by row; 0 where there is no advantage    -> (2, B, T)"""
+    parameters = [p for p in run.student.parameters() if p.requires_grad]
+    kernel = torch.zeros(2, *batch.mask.shape, dtype=run.student.dtype, device=batch.mask.device)
+    for b in (signals.reward != 0).any(dim=1).nonzero():
+        student, teacher = aligned_logits(run, batch, b)
+        cut = lambda x: x[b, :student.shape[1]]
+        pair = two_residuals(run.config, student, teacher, cut(batch.completion_ids), cut(signals.reward), cut(signals.weights) != 0)
+        kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, parameters, *map(unit_residual, pair)))
+    return kernel
+
+
+def m3_stream(config: Config, student: Tensor, residual_d: Tensor, residual_r: Tensor, kernel: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Terms that push the M3 residual through the model (for M3-EG its teacher's part, see look_ahead), and the gate     -> (b, t) x2"""
+    if kernel is None:
+        # CHOICE: the gate looks at the residual form of K_DR, --exact-gate at the exact one.  test_the_gate_follows_the_kernel_it_is_given
+        k_dr, cosine = cross_signal_ntk(residual_d, residual_r), cross_signal_ntk(unit_residual(residual_d), unit_residual(residual_r))
+    else:
+        k_dr, cosine = kernel
+    gate = (soft_gate(cosine, config.max_teacher_share, config.gate_sharpness) if config.row.join == "soft" else
+            select_gate(k_dr, config.max_teacher_share))
+    if config.row.join == "eg":
+        residual_r = torch.zeros_like(residual_r)
+    return residual_terms(student, m3_residual(residual_d, residual_r, gate)), gate
+
+
+def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tensor) -> tuple[dict, dict]:
+    """The streams {name: (terms, weights)} of one micro-batch, and what is to be seen of its tokens {name: (tokens,)}"""
+    config, row, full = run.config, run.config.row, run.config.row.distillation in ("reverse_kl", "forward_kl", "jsd")
+    if full:
+        student, teacher = aligned_logits(run, batch, index)
+        ids = batch.completion_ids[index, :student.shape[1]]
+        logp, entropy = student.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1), token_entropy(student.detach())
     else:
         logp, entropy = run.forward(run.student, batch, index, run._scored)
-    cut = lambda x: x[index, :logp.shape[1]]
+    cut = lambda x: x[..., index, :logp.shape[1]]
     weights, mask = cut(signals.weights), cut(signals.weights) != 0
     logp = logp.masked_fill(~mask, 0.0)
     logp_old = logp.detach() if signals.logp_old is None else cut(signals.logp_old).masked_fill(~mask, 0.0)
     terms = lambda a: policy_terms(logp, logp_old, a, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip,
                                    ratio_level=config.ratio_level, mask=mask)
-    streams = {}
-    if config.row.reward:
+    streams, seen = {}, {"entropy": entropy[mask]}
+    if row.reward:
         streams["reward"] = (terms(cut(signals.reward)), weights)
-    if divergence is not None:
-        streams["distillation"] = (divergence * cut(signals.distillation), weights)
-    elif config.row.distillation:
+    if full:
+        divergence = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": lambda s, t: generalized_jsd(s, t, config.jsd_share)}
+        streams["distillation"] = (divergence[row.distillation](student, teacher) * cut(signals.distillation), weights)
+    elif row.distillation:
         streams["distillation"] = (terms(cut(signals.distillation)), weights)
+    if full and row.reward:             # M3's family: a token of which the teacher is too far away does not hear it
+        streams["distillation"] = (streams["distillation"][0].clamp(max=config.divergence_clip), weights)
+        if row.m3 or config.diagnose:
+            pair = two_residuals(config, student, teacher, ids, cut(signals.reward), mask)
+            seen["k_dr"] = cross_signal_ntk(*pair)[mask]
+        if row.m3:
+            kernel = None if signals.kernel is None else cut(signals.kernel)
+            pushed, gate = m3_stream(config, student, *pair, kernel)
+            streams["m3"], seen["gate"] = (pushed, weights), gate[mask]
+            if kernel is not None:
+                seen["k_exact"] = kernel[0][mask]
     if config.kl_coef:
         with torch.no_grad():
             logp_ref, _ = run.forward(run.reference, batch, index, run._scored)
         streams["kl"] = (config.kl_coef * kl_terms(logp, logp_ref.masked_fill(~mask, 0.0), config.kl_kind, config.kl_gradient), weights)
-    return streams, entropy[mask]
+    return streams, seen
+
+
+def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None) -> tuple[dict, dict, dict]:
+    """Backward of a step's completion streams, micro-batch by micro-batch -> losses, tokens seen, whole gradients that are needed apart
+
+    share: the teacher's in a mix of reward and divergence; None where the coefficients are in the signals already.
+    """
+    config, join, losses, seen, apart = run.config, run.config.row.join, {}, {}, {}
+    wanted = ("reward", "distillation") if config.diagnose or join in ("gradnorm", "pcgrad") else ("reward",) if join in ("select", "soft") else ()
+    parameters = [p for p in run.student.parameters() if p.requires_grad]
+    mix = {} if share is None else {"reward": 1 - share, "distillation": share}
+    for index in run.chunks(batch, signals.live(everything=config.kl_coef > 0)):
+        streams, tokens = completion_streams(run, batch, signals, index)
+        for name in wanted:
+            if name in streams:
+                found = torch.autograd.grad(weighted_sum(*streams[name]), parameters, retain_graph=True, materialize_grads=True)
+                apart[name] = apart.get(name, 0.0) + torch.cat([g.flatten() for g in found])
+        pushed = streams.pop("m3", None)
+        if pushed or join == "sum":
+            hybrid_loss({"m3": pushed} if pushed else {name: (mix.get(name, 1.0) * terms, w) for name, (terms, w) in streams.items()}).backward()
+        for name, stream in streams.items():
+            losses[name] = losses.get(name, 0.0) + weighted_sum(*stream).item()
+        for name, values in tokens.items():
+            seen.setdefault(name, []).append(values)
+    return losses, {name: torch.cat(values) for name, values in seen.items()}, apart
+
+
+def set_gradient(model, flat: Tensor) -> None:
+    """Makes a flat vector the gradient of the trainable parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = g.view_as(p).to(p.dtype)
+
+
+def join_gradients(run: Run, share: float | None, apart: dict) -> None:
+    """What GradNorm, PCGrad and M3 do with the gradients of a whole step, before the optimizer sees them"""
+    join, memory = run.config.row.join, run.memory
+    if join in ("gradnorm", "pcgrad") and apart:
+        r, d = apart["reward"], apart["distillation"]
+        if join == "gradnorm":          # moves the share of the next step
+            memory["teacher_share"] = gradnorm_step(share, r.norm().item(), d.norm().item(), run.config.gradnorm_rate)
+        else:
+            r, d = pcgrad(r, d)
+        set_gradient(run.student, (1 - share) * r + share * d)
+    elif join in ("select", "soft") and apart:
+        memory["scale"] = ema(memory.get("scale"), apart["reward"].norm().item(), run.config.scale_decay)
+        for p in run.student.parameters():
+            if p.grad is not None:      # CHOICE: 1 until a reward gradient was seen.  test_before_the_first_reward_the_scale_is_one
+                p.grad *= 1.0 if memory["scale"] is None else memory["scale"]
+
+
+def look_ahead(run: Run, batch: Rollouts, signals: Signals) -> None:
+    """M3-EG: g = gradient of the normalised reward at theta - eta m_D, where m_D, the gated teacher's, lies in .grad
+
+    The parameters are put back bit for bit; .grad holds g.  Nothing is differentiated through the look-ahead.
+    """
+    config, moved = run.config, [p for p in run.student.parameters() if p.grad is not None]
+    before = [p.detach().clone() for p in moved]
+    with torch.no_grad():
+        for p in moved:                 # CHOICE: a plain step here, the optimizer's outside.  test_eg_looks_ahead_by_a_plain_step
+            p -= (config.lookahead_lr or config.lr) * p.grad
+    run.optimizer.zero_grad(set_to_none=True)
+    for index in run.chunks(batch, (signals.reward != 0).any(dim=1) & signals.live(True)):
+        logits = upcast(run.forward(run.student, batch, index, completion_logits)[:, :-1]) / config.temperature
+        cut = lambda x: x[index, :logits.shape[1]]
+        residual = reward_residual(logits, cut(batch.completion_ids), cut(signals.reward)).masked_fill(cut(signals.weights)[..., None] == 0, 0.0)
+        hybrid_loss({"reward": (residual_terms(logits, unit_residual(residual)), cut(signals.weights))}).backward()
+    with torch.no_grad():
+        for p, old in zip(moved, before):
+            p.copy_(old)
+
+
+def geometry(run: Run, signals: Signals, seen: dict, apart: dict, opd_coef: float) -> dict:
+    """The two signals of an update, before any coefficient, and how they stand to each other; null where one is silent
+
+    drowning: to first order this update raises L_D, <g_D, g> < 0, g the gradient that is descended.  For the naive mix
+    that is the same as cos_phi < drowning_threshold(kappa, share).
+    """
+    mask, number = signals.weights != 0, lambda x: float(x) if math.isfinite(x) else None
+    k_dr = seen.get("k_dr")
+    if k_dr is None:                    # PG-style OPD: both residuals lie along e_y - p_S, so the advantages' signs decide
+        k_dr, mask = (signals.reward * signals.distillation)[mask], mask[mask]
+    over_all, over_scored = conflict_rate(k_dr[None], torch.ones_like(k_dr, dtype=torch.bool)[None])
+    logs = {"conflict_rate": number(over_all), "conflict_rate_scored": number(over_scored)}
+    if "gate" in seen:
+        logs |= {"gate_mean": number(seen["gate"].mean()), "scale": run.memory.get("scale")}
+    if "k_exact" in seen:
+        scored = seen["k_exact"] != 0
+        logs["kernel_agreement"] = number((seen["k_exact"].sign() == seen["k_dr"].sign())[scored].float().mean())
+    if run.config.diagnose:
+        logs |= dict.fromkeys(("kappa", "cos_phi", "drowning"))
+    if run.config.diagnose and len(apart) == 2 and opd_coef:
+        kappa, cos_phi = gradient_geometry(apart["reward"], apart["distillation"] / opd_coef)
+        descended = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in run.student.parameters() if p.requires_grad])
+        logs |= {"kappa": number(kappa), "cos_phi": number(cos_phi), "drowning": bool(apart["distillation"] @ descended < 0)}
+    return logs
+
+
+@torch.no_grad()
+def distillation_value(run: Run, batch: Rollouts, signals: Signals) -> float:
+    """L_D on a step's completions with the student as it is now"""
+    return sum(weighted_sum(*completion_streams(run, batch, signals, index)[0]["distillation"]).item()
+               for index in run.chunks(batch, signals.live(everything=False)))
 
 
 def imitate(run: Run, prompts: list[str], all_prompts: int, coef: float) -> float:
@@ -1177,44 +1354,65 @@ def imitate(run: Run, prompts: list[str], all_prompts: int, coef: float) -> floa
     return value
 
 
+def descend(run: Run, batch: Rollouts | None, signals: Signals | None, imitated: list[str], all_prompts: int, opd_coef: float) -> dict:
+    """One optimizer update: accumulate, join, look ahead, move.  Returns what there is to log of it"""
+    config, row, model = run.config, run.config.row, run.student
+    mixed = bool(row.reward and row.distillation == "jsd")
+    share = run.memory.get("teacher_share", config.max_teacher_share if row.m3 else config.teacher_share) if mixed else None
+    run.optimizer.zero_grad(set_to_none=True)
+    losses, seen, apart = accumulate(run, batch, signals, share) if batch is not None else ({}, {}, {})
+    losses["imitation"] = imitate(run, imitated, all_prompts, opd_coef)
+    join_gradients(run, share, apart)
+    if row.join == "eg":
+        look_ahead(run, batch, signals)
+    logs = geometry(run, signals, seen, apart, opd_coef) if config.diagnose or row.m3 else {}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient is {norm}; a smaller --lr is the usual cure, and the last checkpoint is intact")
+    # CHOICE: a step without any signal leaves the weights alone, momentum included.  test_a_step_without_signal_moves_nothing
+    if any(p.grad is not None for p in model.parameters()):
+        run.optimizer.step()
+    if mixed:
+        logs |= {"distillation_loss": losses.get("distillation", 0.0), "teacher_share": share}
+        if config.diagnose:
+            logs["distillation_change"] = distillation_value(run, batch, signals) - logs["distillation_loss"]
+    loss = sum(value * {"reward": 1 - share, "distillation": share}[name] for name, value in losses.items() if value) if mixed else sum(losses.values())
+    return logs | {"loss": loss, "grad_norm": norm, "entropy": seen["entropy"].mean().item() if seen else None}
+
+
+def group_logs(batch: Rollouts, rewards: Tensor) -> dict:
+    """What a metrics line says of a step's completions"""
+    routes = route_groups((rewards == 1).int())
+    share = lambda route: (routes == route).float().mean().item()
+    return {"reward_mean": rewards.mean().item(), "negative_share": share(NEGATIVE), "mixed_share": share(MIXED), "positive_share": share(POSITIVE),
+            "completion_length": batch.mask.sum(dim=1).float().mean().item(), "truncated_share": batch.truncated.float().mean().item()}
+
+
 def train_step(run: Run, step: int) -> dict:
-    """One optimizer step, seven lines of method: sample, judge, route, listen, weigh, accumulate, move.  Returns the metrics."""
+    """One step, seven lines of method: sample, judge, route, listen, weigh, accumulate, move.  Returns the metrics."""
     config, row, began = run.config, run.config.row, time.perf_counter()
     torch.manual_seed(config.seed * 1_000_003 + step)       # from the step alone: a resumed run samples what the other would have
     problems = step_problems(run.problems, step, config.prompts_per_step, config.seed)
     prompts = [run.task.prompt(p) for p in problems]
     batch, rewards = collect(run, problems)
-    hybrid = row.reward and METHODS[config.method].distillation
+    hybrid = config.method in users_of(Config.__dataclass_fields__["opd_coef"])
     opd_coef = anneal(step, config.opd_coef, config.opd_coef_slope, config.opd_coef_floor) if hybrid else 1.0
     logs = {"step": step} | dict.fromkeys(("reward_mean", "negative_share", "mixed_share", "positive_share", "completion_length", "truncated_share"))
-    imitated = prompts if row.imitation == "all" else []
+    imitated, signals = prompts if row.imitation == "all" else [], None
     if batch is not None:
-        routes = route_groups((rewards == 1).int())
+        logs |= group_logs(batch, rewards)
         if row.imitation == "negative":
-            imitated = [p for p, route in zip(prompts, routes.tolist()) if route == NEGATIVE]
+            imitated = [p for p, route in zip(prompts, route_groups((rewards == 1).int()).tolist()) if route == NEGATIVE]
         confidence = torch.tensor([run.pool[p]["confidence"] if run.pool else 1.0 for p in prompts], device=rewards.device)
         signals, heard = listen(run, batch, rewards, confidence, opd_coef)
-        logs |= {"reward_mean": rewards.mean().item(), "negative_share": (routes == NEGATIVE).float().mean().item(),
-                 "mixed_share": (routes == MIXED).float().mean().item(), "positive_share": (routes == POSITIVE).float().mean().item(),
-                 "completion_length": batch.mask.sum(dim=1).float().mean().item(), "truncated_share": batch.truncated.float().mean().item()}
         logs |= (heard if row.distillation else {}) | ({"opd_coef": opd_coef} if hybrid else {})
-    for _ in range(config.updates):
-        entropies, value = [], 0.0
-        run.optimizer.zero_grad(set_to_none=True)
-        for index in run.chunks(batch, signals.live(everything=config.kl_coef > 0)) if batch is not None else ():
-            streams, entropy = completion_streams(run, batch, signals, index)
-            loss = hybrid_loss(streams)
-            loss.backward()
-            value += loss.item()
-            entropies.append(entropy)
-        value += imitate(run, imitated, len(prompts), opd_coef)
-        norm = torch.nn.utils.clip_grad_norm_(run.student.parameters(), config.max_grad_norm).item()
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"step {step}: the gradient is {norm}; a smaller --lr is the usual cure, and the last checkpoint is intact")
-        # CHOICE: a step without any signal leaves the weights alone, momentum included.  test_a_step_without_signal_moves_nothing
-        if any(p.grad is not None for p in run.student.parameters()):
-            run.optimizer.step()
-    logs |= {"loss": value, "grad_norm": norm, "entropy": torch.cat(entropies).mean().item() if entropies else None}
+        if config.exact_gate:
+            signals.kernel = exact_kernel(run, batch, signals)
+    try:
+        for _ in range(config.updates):
+            logs |= descend(run, batch, signals, imitated, len(prompts), opd_coef)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"step {step}: {error}") from None
     return logs | {"seconds": round(time.perf_counter() - began, 4)}
 
 
@@ -1391,10 +1589,11 @@ def prepare(config: Config) -> tuple[Run, Path, int]:
     if (length := len(tokenizer(task.prompt(longest)).input_ids) + config.max_new_tokens) > window:
         raise UsageError(f"--max-new-tokens {config.max_new_tokens}: with the longest prompt that is {length} tokens, the model's window is {window}")
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0)
+    state = torch.load(checkpoint / "trainer_state.pt", weights_only=True) if checkpoint else {"memory": {}}
     if checkpoint:
-        optimizer.load_state_dict(torch.load(checkpoint / "trainer_state.pt", weights_only=True)["optimizer"])
+        optimizer.load_state_dict(state["optimizer"])
     pool = load_pool(config, folder, teacher, tokenizer, task, problems) if row.imitation or row.weighted else {}
-    return Run(config, task, tokenizer, student, teacher, reference, optimizer, problems, pool), folder, step
+    return Run(config, task, tokenizer, student, teacher, reference, optimizer, problems, pool, state["memory"]), folder, step
 
 
 @contextlib.contextmanager
@@ -1438,7 +1637,7 @@ def train(config: Config) -> dict:
     if first and metrics.exists():      # what was logged past the checkpoint happens again
         done = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")][:first]
     metrics.write_text("".join(done))
-    save = lambda step: save_model(run, folder / f"checkpoint-{step}", {"optimizer": run.optimizer.state_dict()})
+    save = lambda step: save_model(run, folder / f"checkpoint-{step}", {"optimizer": run.optimizer.state_dict(), "memory": run.memory})
     with metrics.open("a") as log, catching_signals() as caught, \
             tqdm(total=config.steps, initial=first, desc=config.method, unit="step") as bar:
         for step in range(first, config.steps):
@@ -1631,7 +1830,7 @@ class Spec:
 _HOW = ({"how": "token_mean"}, {"how": "seq_mean_token_sum_norm", "length": 12})
 _CLIP = ({"clip_high": 0.45}, {"clip_low": 0.5}, {"dual_clip": 1.5}, {"ratio_level": "sequence", "mask": ...})
 _KL = tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))
-_WARM, _SHARE, _KINDS = ({"temperature": 2.0},), ({"teacher_share": 0.2},), ({"kind": "reverse_kl"}, {"kind": "jsd"}, {"clip": 0.4})
+_WARM, _SHARE, _KINDS = ({"temperature": 2.0},), ({"teacher_share": 0.2},), ({"kind": "reverse_kl"}, {"kind": "jsd", "teacher_share": 0.2}, {"clip": 0.25})
 _MASKED = batches("plain", "one-token row", "empty row", "empty row counted", "NaN on the right", "NaN on the left", "-inf on the right")
 _GRPO = batches("one advantage a row", "no advantage", "exactly at the clip", "far")
 _OPD = batches("plain", "one-token row", "empty row", "NaN on the right", "NaN on the left", "-inf on the right", "sure teacher")
@@ -1673,13 +1872,17 @@ SPEC: dict[str, Spec] = {
                                                           "late": lambda d: {"step": 200, "start": 5.0, "slope": 0.05, "floor": 1.0}}),
     "reward_residual": Spec(reward_residual, "logits ids advantages", "", batches("plain", "one advantage a row", "student cannot")),
     "distillation_residual": Spec(distillation_residual, "student_logits teacher_logits", "", _PAIR, _KINDS),
-    "unit_residual": Spec(unit_residual, "residual", "", _PLAIN | {"zero": lambda d: {"residual": batch(d)["residual"] * (d.normal() > 0)[..., None]}},
-                          ({"eps": 0.1},)),
+    "unit_residual": Spec(unit_residual, "residual", "", _PLAIN | {
+        "zero": lambda d: {"residual": batch(d)["residual"] * (d.normal() > 0)[..., None]}, "small": lambda d: {"residual": 1e-6 * batch(d)["residual"]}},
+        ({"eps": 0.1},)),
     "cross_signal_ntk": Spec(cross_signal_ntk, "residual_d residual_r", "", _PLAIN),
     "select_gate": Spec(select_gate, "k_dr", "", _PLAIN | {"silent": lambda d: {"k_dr": batch(d)["k_dr"] * (d.normal() > 0)}}, ({"max_share": 0.15},)),
     "soft_gate": Spec(soft_gate, "cosine", "", _PLAIN, ({"max_share": 0.15}, {"sharpness": 4.0})),
     "m3_residual": Spec(m3_residual, "residual_d residual_r gate", "", _PLAIN | batches("copied teacher"), ({"eps": 0.1},)),
-    "gradient_geometry": Spec(gradient_geometry, "grad_r grad_d", "", _PLAIN),
+    "gradient_geometry": Spec(gradient_geometry, "grad_r grad_d", "", _PLAIN | {"zero": lambda d: {"grad_r": 0 * d.normal(50), "grad_d": d.normal(50)}}),
+    "pcgrad": Spec(pcgrad, "grad_r grad_d", "", {"conflict": batch, "agree": lambda d: (lambda x: x | {"grad_r": -x["grad_r"]})(batch(d))}),
+    "conflict_rate": Spec(conflict_rate, "k_dr mask", "", {"plain": lambda d: (lambda x: x | {"k_dr": x["k_dr"] * (d.normal() > -0.5)})(batch(d))}),
+    "residual_terms": Spec(residual_terms, "logits residual", "logits residual", batches("plain", "student cannot")),
     "drowning_threshold": Spec(drowning_threshold, "kappa share", "", {"plain": lambda d: {"kappa": d.normal(7).exp(), "share": 0.3}}),
     "listening": Spec(listening, "outcomes where", "", {w: lambda d, w=w: {"outcomes": routed(d)["outcomes"], "where": w} for w in ("all", "failed", "negative")}),
     "hybrid_loss": Spec(hybrid_loss, "streams", "streams", {"plain": lambda d: {"streams": {
@@ -1746,7 +1949,7 @@ def term_size(row: Spec, arguments: dict) -> float:
     plain = weighted_sum
     globals()["weighted_sum"] = lambda terms, weights: plain(terms.abs(), weights)
     try:
-        return evaluate(row.reference, dataclasses.replace(row, gradients=""), arguments, torch.float64)["value"].item()
+        return abs(evaluate(row.reference, dataclasses.replace(row, gradients=""), arguments, torch.float64)["value"].item())
     finally:
         globals()["weighted_sum"] = plain
 
@@ -2143,6 +2346,17 @@ def results_table(result: dict) -> str:
     return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {cell(*b):>22}  {cell(*a):>22}" for level, b, a in rows])
 
 
+def probe_report(folder: Path) -> str:
+    """The mean kappa of a probe, and what the rule of thumb makes of it"""
+    kappas = [line["kappa"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["kappa"]]
+    if not kappas:
+        return "No step had a reward gradient (no mixed group), so kappa has no value; easier prompts or a larger --group-size would give one."
+    mean = sum(kappas) / len(kappas)
+    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
+            f"rule of thumb (over 5000 m3-select, over 1000 m3-soft, else hybrid is enough): {strategy_for(mean)}\n"
+            "A heuristic of the paper's authors, found on other models and tasks: try the alternatives before you rely on it.")
+
+
 def number(kind: type) -> Callable[[str], float]:
     """A parser of a flag's value whose complaint says what a number looks like"""
     def parse(text: str):
@@ -2176,7 +2390,7 @@ def build_parser() -> OneLineParser:
         legal, default = field.metadata["legal"], field.default
         text = field.metadata["help"] + (f"; {legal}" if isinstance(legal, str) and legal else "")
         users = users_of(field)
-        text += f" [{'hybrids' if users == [m for m in METHODS if '+' in m or m == 'rstg'] else ', '.join(users)}]" if len(users) < len(METHODS) else ""
+        text += f" [{', '.join(users)}]" if len(users) < len(METHODS) else ""
         if isinstance(default, bool):
             parser.add_argument(flag_of(field.name), action="store_true", default=argparse.SUPPRESS, help=text)
             continue
@@ -2198,6 +2412,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] in (["check"], ["vectors"]):
             return {"check": check_command, "vectors": vectors_command}[words[0]](words[1:])
         given = vars(build_parser().parse_args(words))
+        if given.get("probe"):
+            if "steps" in given:
+                raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one out")
+            given = {"method": "hybrid", "eval_problems": 0, "save_every": 0} | given | {"steps": given["probe"], "diagnose": True}
         config = Config(**given)
         result = train(config)
     except UsageError as error:
@@ -2212,6 +2430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.plot:
         from toy_tasks.plot import plot_run
         plot_run(Path(result["folder"]), config.plot)
+    if config.probe:
+        print(f"\n{probe_report(Path(result['folder']))}")
     if result["after"]:
         print(f"\n{config.method} on {result['run'].task.name}, {config.steps} steps, held-out problems, temperature {config.temperature:g}, 95 % intervals\n")
         print(results_table(result))
