@@ -1740,11 +1740,11 @@ def batch(d: Draw, garbage: float | None = None, second: int = 3, left: bool = F
     garbage fills the padding; second is the length of the second row; apart is |logp - logp_old| everywhere; teacher is its logp at every third token; impossible
     says who gives two tokens -inf; copy makes the teacher the student; each_row scales one advantage a row, (B, 1).
     """
-    mask, hidden, weight, ids = d.mask(second, left), d.normal(d.rows, d.length, 16).tanh(), 0.7 * d.normal(d.vocab, 16).tanh(), d.whole(2, d.vocab, d.rows, d.length)
+    mask, hidden, weight, ids = d.mask(second, left), d.normal(d.rows, d.length, 16).tanh(), 0.4 * d.normal(d.vocab, 16).tanh(), d.whole(2, d.vocab, d.rows, d.length)
     never, level = torch.arange(d.vocab) < 2, lambda z: z - z.logsumexp(dim=-1, keepdim=True) + 1      # rounds like small logits
     logits = level(hidden @ weight.T)
     logits = logits.masked_fill(never, -torch.inf) if impossible in ("student", "both") else logits
-    teacher_logits = logits if copy else level(3 * d.normal(*logits.shape).tanh())
+    teacher_logits = logits if copy else level(4 * d.normal(*logits.shape).tanh())
     teacher_logits = teacher_logits.masked_fill(never, -torch.inf) if impossible in ("teacher", "both") else teacher_logits
     logp = logps_from_logits(logits, ids)["logp"]
     per_token = {"logp": logp, "logp_old": logp - (d.log_ratio() if apart is None else apart * d.normal().sign()),
@@ -1793,11 +1793,11 @@ def routed(d: Draw, garbage: float = 0.0) -> dict:
 
 
 def rewards(d: Draw, size: int = 0, equal: bool = False, binary: bool = False) -> dict:
-    """Three groups of 2 to 16; the last of equal rewards, or all of them"""
+    """Three groups of 2 to 16; equal: the last two hold 0.2 alone; binary: 0 and 1, the last group all 0"""
     r = d.normal(3, size or int(d.whole(3, 17)))
     r = (r > 0).double() if binary else r
-    r[0, 0], r[0, 1] = 0.0, 1.0
-    r[0 if equal else 2:] = 0.2
+    r[:, 0], r[:, 1] = 0.0, 1.0
+    r[1 if equal else 2 if binary else 3:] = 0.2 * equal
     return {"rewards": r}
 
 
