@@ -37,7 +37,9 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -1734,39 +1736,43 @@ class Draw:
 
 
 def batch(d: Draw, garbage: float | None = None, second: int = 3, left: bool = False, apart: float | None = None,
-          teacher: float | None = None, impossible: str = "", copy: bool = False, each_row: float | None = None, **keywords) -> dict:
+          teacher: float | None = None, impossible: str = "", copy: bool = False, each_row: float | None = None,
+          **keywords) -> dict:
     """Every input that a loss or a residual can take, all of one batch; a Spec picks those that it names.
 
-    garbage fills the padding; second is the length of the second row; apart is |logp - logp_old| everywhere; teacher is its logp at every third token; impossible
-    says who gives two tokens -inf; copy makes the teacher the student; each_row scales one advantage a row, (B, 1).
+    garbage fills the padding; second is the length of the second row; apart is |logp - logp_old| everywhere; teacher is its logp
+    at every third token; impossible says who gives two tokens -inf; copy makes the teacher the student; each_row scales one
+    advantage a row, (B, 1).
     """
-    mask, hidden, weight, ids = d.mask(second, left), d.normal(d.rows, d.length, 16).tanh(), 0.4 * d.normal(d.vocab, 16).tanh(), d.whole(2, d.vocab, d.rows, d.length)
-    never, level = torch.arange(d.vocab) < 2, lambda z: z - z.logsumexp(dim=-1, keepdim=True) + 1      # rounds like small logits
-    logits = level(hidden @ weight.T)
-    logits = logits.masked_fill(never, -torch.inf) if impossible in ("student", "both") else logits
-    teacher_logits = logits if copy else level(4 * d.normal(*logits.shape).tanh())
-    teacher_logits = teacher_logits.masked_fill(never, -torch.inf) if impossible in ("teacher", "both") else teacher_logits
+    mask, ids = d.mask(second, left), d.whole(2, d.vocab, d.rows, d.length)
+    hidden, weight = d.normal(d.rows, d.length, 16).tanh(), 0.4 * d.normal(d.vocab, 16).tanh()
+    level = lambda z: z - z.logsumexp(dim=-1, keepdim=True) + 1                 # so that every way to a log-softmax rounds alike
+    never = lambda z, who: z.masked_fill(torch.arange(d.vocab) < 2, -torch.inf) if impossible in (who, "both") else z
+    logits = never(level(hidden @ weight.T), "student")
+    teacher_logits = never(logits if copy else level(4 * d.normal(*logits.shape).tanh()), "teacher")
     logp = logps_from_logits(logits, ids)["logp"]
-    per_token = {"logp": logp, "logp_old": logp - (d.log_ratio() if apart is None else apart * d.normal().sign()),
-                 "logp_ref": logp + 0.7 * d.normal(), "logp_teacher": -d.normal().abs() - 0.05, "terms": d.normal(),
-                 "advantages": d.normal(), "entropy": d.normal().abs(), "divergence": d.normal().abs()}
+    tokens = {"logp": logp, "logp_old": logp - (d.log_ratio() if apart is None else apart * d.normal().sign()),
+              "logp_ref": logp + 0.7 * d.normal(), "logp_teacher": -d.normal().abs() - 0.05, "terms": d.normal(),
+              "advantages": d.normal(), "entropy": d.normal().abs(), "divergence": d.normal().abs()}
     if teacher is not None:
-        per_token["logp_teacher"][:, ::3] = teacher
+        tokens["logp_teacher"][:, ::3] = teacher
     if garbage is not None:
-        per_token = {name: x.masked_fill(~mask, garbage) for name, x in per_token.items()}
+        tokens = {name: x.masked_fill(~mask, garbage) for name, x in tokens.items()}
     if each_row is not None:
-        per_token["advantages"] = each_row * d.normal(d.rows, 1)
-    return per_token | keywords | {
-        "mask": mask, "weights": token_weights(mask, "seq_mean_token_mean"), "how": "seq_mean_token_mean", "ids": ids, "hidden": hidden,
-        "weight": weight, "logits": logits, "student_logits": logits, "teacher_logits": teacher_logits, "residual": d.normal(*logits.shape),
-        "residual_d": distillation_residual(logits, teacher_logits), "residual_r": d.normal(*logits.shape), "k_dr": d.normal(),
-        "cosine": d.normal().tanh(), "gate": d.normal().sigmoid() / 2, "grad_r": (grad_r := d.normal(500)), "grad_d": d.normal(500) - grad_r}
+        tokens["advantages"] = each_row * d.normal(d.rows, 1)
+    grad_r, residual_d = d.normal(500), distillation_residual(logits, teacher_logits)
+    return tokens | keywords | {
+        "mask": mask, "weights": token_weights(mask, "seq_mean_token_mean"), "how": "seq_mean_token_mean", "ids": ids,
+        "hidden": hidden, "weight": weight, "logits": logits, "student_logits": logits, "teacher_logits": teacher_logits, "k_dr": d.normal(),
+        "residual": d.normal(*logits.shape), "residual_d": residual_d, "residual_r": d.normal(*logits.shape),
+        "cosine": d.normal().tanh(), "gate": d.normal().sigmoid() / 2, "grad_r": grad_r, "grad_d": d.normal(500) - grad_r}
 
 
 BATCHES: dict[str, dict] = {            # case: options of batch, and keywords of the function
-    "plain": {}, "one-token row": {"second": 1}, "empty row": {"second": 0}, "empty row counted": {"second": 0, "empty_rows": "count"},
-    "NaN on the right": {"garbage": math.nan}, "NaN on the left": {"garbage": math.nan, "left": True, "second": 0},
-    "-inf on the right": {"garbage": -math.inf}, "one advantage a row": {"each_row": 1.0}, "no advantage": {"each_row": 0.0},
+    "plain": {}, "one-token row": {"second": 1}, "empty row": {"second": 0},
+    "empty row counted": {"second": 0, "empty_rows": "count"}, "NaN on the right": {"garbage": math.nan},
+    "NaN on the left": {"garbage": math.nan, "left": True, "second": 0}, "-inf on the right": {"garbage": -math.inf},
+    "one advantage a row": {"each_row": 1.0}, "no advantage": {"each_row": 0.0},
     "exactly at the clip": {"apart": 0.0, "clip_low": 0.0, "clip_high": 0.0}, "far": {"apart": 25.0},
     "sure teacher": {"teacher": 0.0}, "teacher that cannot": {"teacher": -math.inf}, "both cannot": {"impossible": "both"},
     "teacher cannot": {"impossible": "teacher"}, "student cannot": {"impossible": "student"}, "copied teacher": {"copy": True}}
@@ -1827,75 +1833,106 @@ class Spec:
     keywords: tuple[dict, ...] = ()
 
 
+def changed(name: str, change: Callable[[Tensor, Draw], Tensor]) -> Callable[[Draw], dict]:
+    """The plain batch with one input changed"""
+    return lambda d: (lambda made: made | {name: change(made[name], d)})(batch(d))
+
+
+_WARM, _SHARE, _HALF = {"temperature": 2.0}, {"teacher_share": 0.2}, {"max_share": 0.15}
 _HOW = ({"how": "token_mean"}, {"how": "seq_mean_token_sum_norm", "length": 12})
-_CLIP = ({"clip_high": 0.45}, {"clip_low": 0.5}, {"dual_clip": 1.5}, {"ratio_level": "sequence", "mask": ...})
-_KL = tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))
-_WARM, _SHARE, _KINDS = ({"temperature": 2.0},), ({"teacher_share": 0.2},), ({"kind": "reverse_kl"}, {"kind": "jsd", "teacher_share": 0.2}, {"clip": 0.25})
-_MASKED = batches("plain", "one-token row", "empty row", "empty row counted", "NaN on the right", "NaN on the left", "-inf on the right")
+_CLIP = ({"clip_high": 0.45}, {"clip_low": 0.5}, {"dual_clip": 1.5})
+_KL = ({"logp_ref": ..., "kl_coef": 0.3}, {"logp_ref": ..., "kl_coef": 0.3, "kl_kind": "k1", "kl_gradient": "ratio"})
+_MASKED = batches("plain", "one-token row", "empty row", "empty row counted", "NaN on the right", "NaN on the left",
+                  "-inf on the right")
 _GRPO = batches("one advantage a row", "no advantage", "exactly at the clip", "far")
 _OPD = batches("plain", "one-token row", "empty row", "NaN on the right", "NaN on the left", "-inf on the right", "sure teacher")
-_PAIR = batches("plain", "both cannot", "copied teacher")
-_PLAIN = batches("plain")
+_PLAIN, _PAIR = batches("plain"), batches("plain", "both cannot", "copied teacher")
+_ONE_CANNOT, _ENDS = batches("plain", "student cannot"), {"one eos": sampled_ids, "two eos": lambda d: sampled_ids(d, (2, 3))}
+_GROUPS = {"plain": rewards, "of two": lambda d: rewards(d, 2), "of sixteen": lambda d: rewards(d, 16),
+           "binary": lambda d: rewards(d, binary=True), "equal groups": lambda d: rewards(d, equal=True),
+           "all equal": lambda d: {"rewards": torch.full((1, 8), 0.2, dtype=torch.float64)},
+           "one apart": lambda d: {"rewards": 0.35 + 0.6 * torch.eye(3, 8, dtype=torch.float64)}}
+_SCHEDULE = {"start": 5.0, "slope": 0.05, "floor": 1.0}
 
 SPEC: dict[str, Spec] = {
-    "token_logps": Spec(token_logps, "logits ids", "logits", batches("plain", "student cannot"), _WARM),
-    "token_entropy": Spec(token_entropy, "logits", "logits", batches("plain", "student cannot"), _WARM),
-    "action_mask": Spec(action_mask, "completion_ids eos_ids", "", {"pad is eos": sampled_ids, "two eos": lambda d: sampled_ids(d, (2, 3))}),
-    "truncated": Spec(truncated, "completion_ids eos_ids", "", {"pad is eos": sampled_ids, "two eos": lambda d: sampled_ids(d, (2, 3))}),
+    # layer 1: logits, or hidden and weight (below), to logp, lse, entropy
+    "token_logps": Spec(token_logps, "logits ids", "logits", _ONE_CANNOT, (_WARM,)),
+    "token_entropy": Spec(token_entropy, "logits", "logits", _ONE_CANNOT, (_WARM,)),
+    "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", _ONE_CANNOT, (_WARM,)),
+    # layer 2: one number a token, with dterms/dlogp or dterms/dlogits
+    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp", _PLAIN | _GRPO,
+                         _CLIP + ({"ratio_level": "sequence", "mask": ...},)),
+    "kl_terms": Spec(kl_terms, "logp logp_ref", "logp", _PLAIN,
+                     tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))),
+    "opd_advantages": Spec(opd_advantages, "logp logp_teacher", "logp", batches("plain", "sure teacher", "teacher that cannot")),
+    "reverse_kl": Spec(reverse_kl, "student_logits teacher_logits", "student_logits",
+                       _PAIR | batches("student cannot"), (_WARM,)),
+    "forward_kl": Spec(forward_kl, "student_logits teacher_logits", "student_logits",
+                       _PAIR | batches("teacher cannot"), (_WARM,)),
+    "generalized_jsd": Spec(generalized_jsd, "student_logits teacher_logits", "student_logits",
+                            _PAIR | batches("student cannot", "teacher cannot"), (_WARM, _SHARE)),
+    "residual_terms": Spec(residual_terms, "logits residual", "logits residual", _ONE_CANNOT),
+    # layer 3: terms to a scalar
     "token_weights": Spec(token_weights, "mask how", "", batches("plain", "empty row", "empty row counted"), _HOW),
-    "weighted_sum": Spec(lambda terms, weights: weighted_sum(terms, weights), "terms weights", "terms", batches("plain", "empty row", "NaN on the right", "-inf on the right")
+    "weighted_sum": Spec(lambda *given: weighted_sum(*given), "terms weights", "terms",
+                         batches("plain", "empty row", "NaN on the right", "-inf on the right")
                          | {"a micro-batch": lambda d: {k: x[1:3] for k, x in batch(d).items() if k in ("terms", "weights")}}),
     "aggregate": Spec(aggregate, "terms mask how", "terms", _MASKED, _HOW),
-    "group_advantages": Spec(group_advantages, "rewards", "", {
-        "plain": rewards, "of two": lambda d: rewards(d, 2), "of sixteen": lambda d: rewards(d, 16), "binary": lambda d: rewards(d, binary=True),
-        "all equal": lambda d: {"rewards": torch.full((1, 8), 0.2, dtype=torch.float64)}, "equal groups": lambda d: rewards(d, equal=True), "one apart": lambda d: {"rewards": 0.35 + 0.6 * (torch.arange(24).view(3, 8) % 9 == 7).double()}},
-        ({"ddof": 1}, {"eps": 0.1}, {"scale": "batch_std"}, {"scale": "none"}, {"baseline": "leave_one_out"})),
-    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp", _PLAIN | _GRPO, _CLIP),
-    "kl_terms": Spec(kl_terms, "logp logp_ref", "logp", _PLAIN, _KL),
-    "grpo_loss": Spec(grpo_loss, "logp logp_old advantages mask", "logp", _MASKED | _GRPO, _HOW + _CLIP[:3] + (
-        {"ratio_level": "sequence"}, {"logp_ref": ..., "kl_coef": 0.3}, {"logp_ref": ..., "kl_coef": 0.3, "kl_kind": "k1", "kl_gradient": "ratio"})),
-    "opd_advantages": Spec(opd_advantages, "logp logp_teacher", "logp", batches("plain", "sure teacher", "teacher that cannot")),
+    "grpo_loss": Spec(grpo_loss, "logp logp_old advantages mask", "logp", _MASKED | _GRPO,
+                      _HOW + _CLIP + ({"ratio_level": "sequence"},) + _KL),
     "opd_loss": Spec(opd_loss, "logp logp_teacher mask", "logp", _OPD, _HOW + ({"logp_old": ...},)),
     "sft_loss": Spec(sft_loss, "logp mask", "logp", _MASKED, _HOW),
-    "reverse_kl": Spec(reverse_kl, "student_logits teacher_logits", "student_logits", _PAIR | batches("student cannot"), _WARM),
-    "forward_kl": Spec(forward_kl, "student_logits teacher_logits", "student_logits", _PAIR | batches("teacher cannot"), _WARM),
-    "generalized_jsd": Spec(generalized_jsd, "student_logits teacher_logits", "student_logits",
-                            _PAIR | batches("student cannot", "teacher cannot"), _WARM + _SHARE),
-    "route_groups": Spec(route_groups, "outcomes", "", {"plain": lambda d: {"outcomes": routed(d)["outcomes"]}}),
-    "teacher_confidence": Spec(teacher_confidence, "outcomes", "", {"plain": lambda d: {"outcomes": (d.normal(5, 8) > 0.6).double()}}),
-    "token_scores": Spec(token_scores, "entropy divergence mask", "", batches("plain", "empty row", "NaN on the right", "NaN on the left")),
-    "select_tokens": Spec(select_tokens, "scores mask", "", {
-        "plain": distinct, "seven percent of a hundred": lambda d: distinct(d, 100) | {"share": 7}}, ({"share": 30}, {"share": 20}, {"share": 100})),
-    "rstg_advantages": Spec(rstg_advantages, "outcomes advantages advantages_opd entropy mask confidence", "",
-                            {"plain": routed, "NaN on the right": lambda d: routed(d, math.nan)}, ({"select_share": 20}, {"select_share": 100})),
-    "anneal": Spec(anneal, "step start slope floor", "", {"early": lambda d: {"step": 3, "start": 5.0, "slope": 0.05, "floor": 1.0},
-                                                          "late": lambda d: {"step": 200, "start": 5.0, "slope": 0.05, "floor": 1.0}}),
-    "reward_residual": Spec(reward_residual, "logits ids advantages", "", batches("plain", "one advantage a row", "student cannot")),
-    "distillation_residual": Spec(distillation_residual, "student_logits teacher_logits", "", _PAIR, _KINDS),
-    "unit_residual": Spec(unit_residual, "residual", "", _PLAIN | {
-        "zero": lambda d: {"residual": batch(d)["residual"] * (d.normal() > 0)[..., None]}, "small": lambda d: {"residual": 1e-6 * batch(d)["residual"]}},
-        ({"eps": 0.1},)),
-    "cross_signal_ntk": Spec(cross_signal_ntk, "residual_d residual_r", "", _PLAIN),
-    "select_gate": Spec(select_gate, "k_dr", "", _PLAIN | {"silent": lambda d: {"k_dr": batch(d)["k_dr"] * (d.normal() > 0)}}, ({"max_share": 0.15},)),
-    "soft_gate": Spec(soft_gate, "cosine", "", _PLAIN, ({"max_share": 0.15}, {"sharpness": 4.0})),
-    "m3_residual": Spec(m3_residual, "residual_d residual_r gate", "", _PLAIN | batches("copied teacher"), ({"eps": 0.1},)),
-    "gradient_geometry": Spec(gradient_geometry, "grad_r grad_d", "", _PLAIN | {"zero": lambda d: {"grad_r": 0 * d.normal(50), "grad_d": d.normal(50)}}),
-    "pcgrad": Spec(pcgrad, "grad_r grad_d", "", {"conflict": batch, "agree": lambda d: (lambda x: x | {"grad_r": -x["grad_r"]})(batch(d))}),
-    "conflict_rate": Spec(conflict_rate, "k_dr mask", "", {"plain": lambda d: (lambda x: x | {"k_dr": x["k_dr"] * (d.normal() > -0.5)})(batch(d))}),
-    "residual_terms": Spec(residual_terms, "logits residual", "logits residual", batches("plain", "student cannot")),
-    "drowning_threshold": Spec(drowning_threshold, "kappa share", "", {"plain": lambda d: {"kappa": d.normal(7).exp(), "share": 0.3}}),
-    "listening": Spec(listening, "outcomes where", "", {w: lambda d, w=w: {"outcomes": routed(d)["outcomes"], "where": w} for w in ("all", "failed", "negative")}),
     "hybrid_loss": Spec(hybrid_loss, "streams", "streams", {"plain": lambda d: {"streams": {
         name: (d.normal(), token_weights(d.mask(), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
-    "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", batches("plain", "student cannot"), _WARM),
-    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits", _MASKED | batches("one advantage a row", "exactly at the clip"), _WARM + _HOW),
-    "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, _WARM + _HOW),
-    "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits", batches("plain", "empty row"), _WARM + _SHARE),
+    # layer 4: end to end
+    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits",
+                                  _MASKED | batches("one advantage a row", "exactly at the clip"), (_WARM,) + _HOW),
+    "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, (_WARM,) + _HOW),
+    "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits",
+                                 batches("plain", "empty row"), (_WARM, _SHARE)),
+    # what has no gradient
+    "action_mask": Spec(action_mask, "completion_ids eos_ids", "", _ENDS),
+    "truncated": Spec(truncated, "completion_ids eos_ids", "", _ENDS),
+    "group_advantages": Spec(group_advantages, "rewards", "", _GROUPS, (
+        {"ddof": 1}, {"eps": 0.1}, {"scale": "batch_std"}, {"scale": "none"}, {"baseline": "leave_one_out"})),
+    "route_groups": Spec(route_groups, "outcomes", "", {"plain": lambda d: {"outcomes": routed(d)["outcomes"]}}),
+    "teacher_confidence": Spec(teacher_confidence, "outcomes", "",
+                               {"plain": lambda d: {"outcomes": (d.normal(5, 8) > 0.6).double()}}),
+    "token_scores": Spec(token_scores, "entropy divergence mask", "",
+                         batches("plain", "empty row", "NaN on the right", "NaN on the left")),
+    "select_tokens": Spec(select_tokens, "scores mask", "",
+                          {"plain": distinct, "7 % of a hundred": lambda d: distinct(d, 100) | {"share": 7}},
+                          ({"share": 30}, {"share": 20}, {"share": 100})),
+    "rstg_advantages": Spec(rstg_advantages, "outcomes advantages advantages_opd entropy mask confidence", "",
+                            {"plain": routed, "NaN on the right": lambda d: routed(d, math.nan)},
+                            ({"select_share": 20}, {"select_share": 100})),
+    "anneal": Spec(anneal, "step start slope floor", "", {
+        "early": lambda d: _SCHEDULE | {"step": 3}, "late": lambda d: _SCHEDULE | {"step": 200}}),
+    "listening": Spec(listening, "outcomes where", "", {
+        where: lambda d, where=where: {"outcomes": routed(d)["outcomes"], "where": where}
+        for where in ("all", "failed", "negative")}),
+    "reward_residual": Spec(reward_residual, "logits ids advantages", "", _ONE_CANNOT | batches("one advantage a row")),
+    "distillation_residual": Spec(distillation_residual, "student_logits teacher_logits", "", _PAIR,
+                                  ({"kind": "reverse_kl"}, {"kind": "jsd", "teacher_share": 0.2}, {"clip": 0.25})),
+    "unit_residual": Spec(unit_residual, "residual", "", _PLAIN | {
+        "zero": changed("residual", lambda x, d: x * (d.normal() > 0)[..., None]),
+        "small": changed("residual", lambda x, d: 1e-6 * x)}, ({"eps": 0.1},)),
+    "cross_signal_ntk": Spec(cross_signal_ntk, "residual_d residual_r", "", _PLAIN),
+    "select_gate": Spec(select_gate, "k_dr", "", _PLAIN | {"silent": changed("k_dr", lambda x, d: x * (d.normal() > 0))},
+                        (_HALF,)),
+    "soft_gate": Spec(soft_gate, "cosine", "", _PLAIN, (_HALF, {"sharpness": 4.0})),
+    "m3_residual": Spec(m3_residual, "residual_d residual_r gate", "", batches("plain", "copied teacher"), ({"eps": 0.1},)),
+    "gradient_geometry": Spec(gradient_geometry, "grad_r grad_d", "", _PLAIN | {"zero": changed("grad_r", lambda x, d: 0 * x)}),
+    "pcgrad": Spec(pcgrad, "grad_r grad_d", "", {"conflict": batch, "agree": changed("grad_r", lambda x, d: -x)}),
+    "conflict_rate": Spec(conflict_rate, "k_dr mask", "", {"plain": changed("k_dr", lambda x, d: x * (d.normal() > -0.5))}),
+    "drowning_threshold": Spec(drowning_threshold, "kappa share", "",
+                               {"plain": lambda d: {"kappa": d.normal(7).exp(), "share": 0.3}}),
 }
-SPEC |= {name.replace("logits", "hidden"): dataclasses.replace(
-    row, reference=globals()[name.replace("logits", "hidden")], inputs="hidden weight " + row.inputs.split(" ", 1)[1], gradients="hidden weight",
-    cases={label: make for label, make in row.cases.items() if "cannot" not in label}) for name, row in SPEC.items() if name.endswith("_from_logits")}
-
+for _name in ("logps", "grpo_loss", "opd_loss", "jsd_loss"):        # and the same of hidden and weight
+    _row = SPEC[f"{_name}_from_logits"]
+    SPEC[f"{_name}_from_hidden"] = Spec(
+        globals()[f"{_name}_from_hidden"], "hidden weight " + _row.inputs.split(" ", 1)[1], "hidden weight",
+        {label: make for label, make in _row.cases.items() if "cannot" not in label}, _row.keywords)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Preset = dict[str, dict]                # function: keyword values
@@ -1903,12 +1940,14 @@ Preset = dict[str, dict]                # function: keyword values
 # (test_installed_libraries_compute_what_their_convention_says).  What no keyword can express stands in the README.
 CONVENTIONS: dict[str, Preset] = {
     # TRL 1.16.0, GRPOConfig: loss_type dapo, scale_rewards group, max_completion_length 512
-    "trl": {"grpo_loss": {"how": "token_mean"}, "group_advantages": {"ddof": 1, "eps": 1e-4}, "jsd_loss_from_logits": {"how": "token_mean"}},
+    "trl": {"grpo_loss": {"how": "token_mean"}, "group_advantages": {"ddof": 1, "eps": 1e-4},
+            "jsd_loss_from_logits": {"how": "token_mean"}},
     "trl-grpo": {"grpo_loss": {"how": "seq_mean_token_mean", "empty_rows": "count"}},
     "trl-dr_grpo": {"grpo_loss": {"how": "seq_mean_token_sum_norm", "length": 512, "empty_rows": "count"},
                     "group_advantages": {"scale": "none"}},
     # verl 0.9.1, ActorConfig: loss_agg_mode token-mean, clip_ratio_c 3.0
-    "verl": {"grpo_loss": {"how": "token_mean", "dual_clip": 3.0}, "group_advantages": {"ddof": 1, "eps": 1e-6}, "kl_terms": {"kind": "k3"}},
+    "verl": {"grpo_loss": {"how": "token_mean", "dual_clip": 3.0}, "group_advantages": {"ddof": 1, "eps": 1e-6},
+             "kl_terms": {"kind": "k3"}},
     "verl-seq-mean-token-mean": {"grpo_loss": {"how": "seq_mean_token_mean", "dual_clip": 3.0}},
     # Liger 0.8.5, LigerFusedLinearGRPOLoss and LigerFusedLinearJSDLoss: loss_type dapo
     "liger": {"grpo_loss_from_hidden": {"how": "token_mean"}, "jsd_loss_from_hidden": {"how": "token_mean"}},
@@ -1933,14 +1972,17 @@ def evaluate(function: Callable, row: Spec, arguments: dict, dtype: torch.dtype)
     given = over_tensors(to_dtype(dtype), arguments)
     leaves: dict[str, Tensor] = {}
     for name in row.gradients.split():
-        over_tensors(lambda x: leaves.setdefault(f"gradient of {name}" + f" {len(leaves)}" * isinstance(given[name], dict), x.requires_grad_()), given[name])
+        number = (lambda: f" {len(leaves)}") if isinstance(given[name], dict) else (lambda: "")
+        over_tensors(lambda x: leaves.setdefault(f"gradient of {name}{number()}", x.requires_grad_()), given[name])
     result = function(*[given.pop(name) for name in row.inputs.split()], **given)
     result = result if isinstance(result, dict) else dict(enumerate(result)) if isinstance(result, tuple) else {"": result}
-    values = {f"value {name}".strip(): x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for name, x in result.items()}
+    values = {f"value {name}".strip(): x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+              for name, x in result.items()}
     live = [x for x in values.values() if x.requires_grad]
     cotangents = [(1 + torch.arange(x.numel()) % 7 / 8).view(x.shape).to(x.dtype) for x in live]      # exact in every dtype
-    grads = torch.autograd.grad(live, list(leaves.values()), cotangents, allow_unused=True) if live and leaves else [None] * len(leaves)
-    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves.values())]
+    inputs = list(leaves.values())
+    grads = torch.autograd.grad(live, inputs, cotangents, allow_unused=True) if live and leaves else [None] * len(leaves)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs)]
     return {stage: x.detach().double() for stage, x in (values | dict(zip(leaves, grads))).items()}
 
 
@@ -1984,7 +2026,7 @@ class Case:
     arguments: dict
     gold: dict[str, Tensor]
     allowed: dict[str, float | None]
-    preset: dict = dataclasses.field(default_factory=dict)      # keyword values that the reference took and the candidate is not given
+    preset: dict = dataclasses.field(default_factory=dict)      # keyword values that only the reference was given
 
 
 def make_case(name: str, label: str, seed: int, dtype: str, preset: dict | None = None) -> Case:
@@ -2027,7 +2069,7 @@ class Finding:
     """What came of one function."""
 
     function: str
-    verdict: str                        # conforms, as accurate as the plain formula, differs, no verdict, missing, cannot be judged
+    verdict: str                        # conforms / as accurate as the plain formula, differs, no verdict, missing, cannot be judged
     judged: int = 0                     # outputs and gradients with a verdict, over all cases
     unjudged: int = 0                   # and without
     stage: str = ""                     # the first one that differs, or the worst
@@ -2041,35 +2083,36 @@ class Finding:
 
 def judge(name: str, tried: list[tuple[Case, dict[str, Tensor]]], good: str) -> Finding:
     """The verdict on what a candidate gave for these cases"""
-    rows = [(gap(found.get(stage), gold), case.allowed[stage], stage, case) for case, found in tried for stage, gold in case.gold.items()]
+    rows = [(gap(found.get(stage), gold), case.allowed[stage], stage, case)
+            for case, found in tried for stage, gold in case.gold.items()]
     sure = [row for row in rows if row[1] is not None]
     if not sure:
         return Finding(name, "no verdict", unjudged=len(rows), said="the plain formula itself is too inaccurate in this dtype")
     share = lambda row: row[0] / row[1] if row[1] else math.inf if row[0] else 0.0
     wrong = [row for row in sure if row[0] > row[1]]
-    stages = [stage for _, _, stage, _ in wrong]                                 # the first in order: a value before any gradient
-    first = min(stages, key=lambda stage: list(tried[0][0].gold).index(stage) if stage in tried[0][0].gold else 99, default=None)
-    error, allowed, stage, case = max((row for row in wrong or sure if not wrong or row[2] == first), key=share)
-    return Finding(name, "differs" if wrong else good, len(sure), len(rows) - len(sure), stage, error, allowed, case.label, case.seed,
-                   mistake(name, tried) if wrong else "")
+    first = min((list(row[3].gold).index(row[2]) for row in wrong), default=0)  # stages are in order: a value before any gradient
+    worst = max((row for row in wrong or sure if not wrong or list(row[3].gold)[first] == row[2]), key=share)
+    error, allowed, stage, case = worst
+    return Finding(name, "differs" if wrong else good, len(sure), len(rows) - len(sure), stage, error, allowed, case.label,
+                   case.seed, mistake(name, tried) if wrong else "")
 
 
-def near_misses(function: str) -> dict[str, tuple[Callable, str]] | None:
-    """The gallery's wrong versions of a function, {name: (version, what it is)}; None where the spec file cannot be loaded"""
+def spec_file():
+    """test_hybrid_rl.py, which holds the near misses; raises UsageError where it, or pytest and hypothesis, are not there"""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     try:
-        from test_hybrid_rl import NEAR_MISSES
-    except ImportError:
-        return None
+        return importlib.import_module("test_hybrid_rl")
+    except ImportError as error:
+        raise UsageError(f"test_hybrid_rl.py, which holds the near misses, cannot be loaded ({error})") from None
     finally:
         sys.path.pop(0)
-    return {name: (wrong, line) for name, (of, wrong, line) in NEAR_MISSES.items() if of == function}
 
 
 def try_candidate(candidate: Callable, cases: Iterable[Case]) -> tuple[list[tuple[Case, dict[str, Tensor]]], set[str]]:
-    """Its outputs and gradients in each case that it takes, and the keywords that it does not take or raises NotImplementedError for
+    """Its outputs and gradients in each case that it takes, and what it does not take
 
-    Raises UsageError where it cannot be called with the inputs of SPEC, or raises.
+    Not taken: a keyword that is not in its signature, or for which it raises NotImplementedError.  Raises UsageError where it
+    cannot be called with the inputs of SPEC, or raises something else.
     """
     tried, lacking = [], set()
     for case in cases:
@@ -2107,7 +2150,9 @@ def fits(wrong: Callable, tried: list[tuple[Case, dict[str, Tensor]]]) -> bool:
             return False
         for stage, allowed in case.allowed.items() if taken else ():
             given = taken[0][1].get(stage)
-            if given is None or allowed is not None and gap(found.get(stage), given) > allowed + rounding(case.dtype) * size_of(given):
+            if given is None:
+                return False
+            if allowed is not None and gap(found.get(stage), given) > allowed + rounding(case.dtype) * size_of(given):
                 return False
             telling |= allowed is not None and gap(given, case.gold[stage]) > allowed
     return telling
@@ -2115,10 +2160,11 @@ def fits(wrong: Callable, tried: list[tuple[Case, dict[str, Tensor]]]) -> bool:
 
 def mistake(function: str, tried: list[tuple[Case, dict[str, Tensor]]]) -> str:
     """What a failing candidate does wrong, if exactly one near miss fits"""
-    gallery = near_misses(function)
-    if gallery is None:
-        return "no name for the mistake: test_hybrid_rl.py, which holds the near misses, cannot be loaded"
-    found = [f"{name}: {line}" for name, (wrong, line) in gallery.items() if fits(wrong, tried)]
+    try:
+        gallery = {name: row for name, row in spec_file().NEAR_MISSES.items() if row[0] == function}
+    except UsageError as error:
+        return f"no name for the mistake: {error}"
+    found = [f"{name}: {line}" for name, (_, wrong, line) in gallery.items() if fits(wrong, tried)]
     return found[0] if len(found) == 1 else f"{len(found)} of {len(gallery)} known mistakes fit" + "; ".join(["", *found])
 
 
@@ -2134,7 +2180,9 @@ class Report:
     def exit_code(self) -> int:
         """0 conforms, 1 differs, 2 cannot be judged"""
         verdicts = {finding.verdict for finding in self.findings}
-        return 1 if "differs" in verdicts else 0 if verdicts and not verdicts & {"cannot be judged", "no verdict", "missing"} else 2
+        if "differs" in verdicts:
+            return 1
+        return 2 if not verdicts or verdicts & {"cannot be judged", "no verdict", "missing"} else 0
 
     @property
     def passed(self) -> bool:
@@ -2144,56 +2192,61 @@ class Report:
         width = max(len(f.verdict) for f in self.findings)
         lines = [f"{'function':24} {'verdict':{width}} {'worst error':>11} {'allowed':>9}  {'of':26} case"]
         for f in self.findings:
-            if not f.judged:
-                lines.append(f"{f.function:24} {f.verdict:{width}} {f.said}")
-                continue
-            lines.append(f"{f.function:24} {f.verdict:{width}} {f.error:11.2e} {f.allowed:9.2e}  {f.stage:26} {f.case!r}, seed {f.seed}"
-                         + f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" * bool(f.unjudged) + f"; does not take {f.lacking}" * bool(f.lacking))
+            line = f"{f.function:24} {f.verdict:{width}} "
+            if f.judged:
+                line += f"{f.error:11.2e} {f.allowed:9.2e}  {f.stage:26} {f.case!r}, seed {f.seed}"
+                line += f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" if f.unjudged else ""
+            line += f"; does not take {f.lacking}" if f.lacking else ""
+            lines.append(line + f.said * (f.verdict != "differs"))
             if f.verdict == "differs":
-                lines += [f"    {f.said}", f"    again: python hybrid_rl.py check {self.target} --function {f.function} --case {f.case!r} --seed {f.seed} "
-                          f"--seeds 1{self.options}"]
+                lines += [f"    {f.said}", f"    again: python hybrid_rl.py check {self.target} --function {f.function} "
+                                           f"--case {f.case!r} --seed {f.seed} --seeds 1{self.options}"]
         return "\n".join(lines)
 
 
-def check_conformance(candidates, *, functions: Sequence[str] | None = None, dtype: torch.dtype = torch.float32, seeds: Iterable[int] = range(3),
-                      conventions: str | Preset | None = None, case: str | None = None) -> Report:
+def known(what: str, word: str, legal: Iterable[str]) -> str:
+    if word not in legal:
+        raise UsageError(f"{what} {word}: must be one of {', '.join(legal)}{did_you_mean(word, legal)}")
+    return word
+
+
+def check_function(name: str, candidate: Callable, dtype: str, seeds: Sequence[int], preset: dict | None,
+                   only: str | None) -> Finding:
+    """One candidate, all its cases (or `only` one)"""
+    labels = labels_of(name, preset)
+    if only is not None and only not in labels:
+        raise UsageError(f"case {only!r}: {name} has {', '.join(map(repr, labels))}")
+    cases = (make_case(name, label, seed, dtype, preset) for seed in seeds for label in labels if only in (None, label))
+    try:
+        tried, lacking = try_candidate(candidate, cases)
+    except UsageError as error:
+        return Finding(name, "cannot be judged", said=str(error))
+    if not tried:
+        return Finding(name, "cannot be judged", said=f"takes no case: lacks {', '.join(sorted(lacking))}")
+    finding = judge(name, tried, "conforms" if dtype == "float32" else "as accurate as the plain formula")
+    return dataclasses.replace(finding, lacking=", ".join(sorted(lacking)))
+
+
+def check_conformance(candidates, *, functions: Sequence[str] | None = None, dtype: torch.dtype = torch.float32,
+                      seeds: Iterable[int] = range(3), conventions: str | Preset | None = None,
+                      case: str | None = None) -> Report:
     """Judge candidates, a dict {name: callable} or a module, against the functions of SPEC whose names they bear.
 
-    functions: which (default: all that the candidates have); conventions: a key of CONVENTIONS, or {function: keyword values}, of
-    which the reference takes the values while the candidate is called without keywords; case: only this one.  bfloat16 and float16
-    say "as accurate as the plain formula" at best: algebra is judged in float32.  Raises UsageError for other words.
+    functions: which (default: all that the candidates have); conventions: a key of CONVENTIONS, or {function: keywords}: the
+    reference takes them, the candidate is called without keywords; case: only this one.  bfloat16 and float16 say "as accurate as
+    the plain formula" at best, since algebra is judged in float32.  Raises UsageError for other words, or nothing to judge.
     """
-    has = candidates if isinstance(candidates, dict) else vars(candidates)
-    for given, legal, what in ((functions or (), SPEC, "function"), ([conventions] * isinstance(conventions, str), CONVENTIONS, "convention")):
-        for word in given:
-            if word not in legal:
-                raise UsageError(f"{what} {word}: must be one of {', '.join(legal)}{did_you_mean(word, legal)}")
-    if dtype not in DTYPES.values():
+    has, seeds = candidates if isinstance(candidates, dict) else vars(candidates), list(seeds)
+    presets = CONVENTIONS[known("convention", conventions, CONVENTIONS)] if isinstance(conventions, str) else conventions
+    word = next((word for word, kind in DTYPES.items() if kind == dtype), None)
+    if word is None:
         raise UsageError(f"dtype {dtype}: must be one of {', '.join(DTYPES)}; float64 is the yardstick itself")
-    presets = CONVENTIONS[conventions] if isinstance(conventions, str) else conventions
-    word = next(word for word, kind in DTYPES.items() if kind == dtype)
-    findings = []
-    for name in functions or [name for name in (SPEC if presets is None else presets) if name in has]:
-        if name not in has:
-            findings.append(Finding(name, "missing", said="the candidate does not have it"))
-            continue
-        labels = [label for label in labels_of(name, None if presets is None else presets.get(name, {})) if case in (None, label)]
-        if not labels:
-            raise UsageError(f"case {case!r}: {name} has {', '.join(map(repr, labels_of(name)))}")
-        try:
-            tried, lacking = try_candidate(has[name], (make_case(name, label, seed, word, (presets or {}).get(name)) for seed in seeds for label in labels))
-        except UsageError as error:
-            findings.append(Finding(name, "cannot be judged", said=str(error)))
-            continue
-        if not tried:
-            findings.append(Finding(name, "cannot be judged", said=f"takes no case: lacks {', '.join(sorted(lacking))}"))
-            continue
-        finding = judge(name, tried, "conforms" if dtype == torch.float32 else "as accurate as the plain formula")
-        finding.lacking = ", ".join(sorted(lacking))
-        findings.append(finding)
-    if not findings:
-        raise UsageError(f"nothing to judge: the candidate has none of {', '.join(SPEC)}")
-    return Report(findings)
+    names = [known("function", name, SPEC) for name in functions or [name for name in (presets or SPEC) if name in has]]
+    if not names:
+        raise UsageError(f"nothing to judge: the candidate has none of {', '.join(presets or SPEC)}")
+    preset_of = lambda name: None if presets is None else presets.get(name, {})
+    return Report([check_function(name, has[name], word, seeds, preset_of(name), case) if name in has else
+                   Finding(name, "missing", said="the candidate does not have it") for name in names])
 
 
 FORMAT, SPEC_VERSION = "hybrid_rl vectors 1", "1"
@@ -2203,7 +2256,8 @@ def to_json(x):
     """A tensor as {shape, data}, row-major, NaN and infinities as words; numbers with all their 17 digits; the rest as it is"""
     number = lambda v: v if not isinstance(v, float) or math.isfinite(v) else str(v)
     if isinstance(x, Tensor):
-        return {"shape": list(x.shape), "data": [number(v) for v in (x.double() if x.is_floating_point() else x.long()).flatten().tolist()]}
+        plain = x.double() if x.is_floating_point() else x.long()
+        return {"shape": list(x.shape), "data": [number(v) for v in plain.flatten().tolist()]}
     if isinstance(x, dict):
         return {name: to_json(value) for name, value in x.items()}
     return [to_json(value) for value in x] if isinstance(x, tuple) else number(x)
@@ -2212,56 +2266,61 @@ def to_json(x):
 def export_vectors(path: Path, seeds: Iterable[int] = range(1)) -> int:
     """Writes every case of SPEC in every dtype as JSON, for implementations in other languages; returns how many.
 
-    inputs are rounded to the dtype; expected holds each output and each gradient of sum_i cotangent_i value_i, with
-    cotangent_i = 1 + (i mod 7) / 8, exact to float64; allowed is the largest |difference| that passes, null where nothing is judged.
+    inputs are numbers of the dtype; expected holds each output and each gradient of sum_i c_i value_i, c_i = 1 + (i mod 7) / 8,
+    exact to float64; allowed is the largest |difference| that passes, null where nothing is judged.
     """
-    made = (make_case(name, label, seed, dtype) for name in SPEC for dtype in DTYPES for seed in seeds for label in labels_of(name))
-    cases = [{"id": f"{c.function} / {c.label} / {c.seed} / {c.dtype}", "function": c.function, "case": c.label, "seed": c.seed, "dtype": c.dtype,
-              "inputs": to_json(c.arguments), "expected": {stage: to_json(x) | {"allowed": c.allowed[stage]} for stage, x in c.gold.items()}} for c in made]
+    cases = []
+    for dtype, name, seed in itertools.product(DTYPES, SPEC, seeds):
+        for label in labels_of(name):
+            case = make_case(name, label, seed, dtype)
+            expected = {stage: to_json(x) | {"allowed": case.allowed[stage]} for stage, x in case.gold.items()}
+            cases.append({"id": f"{name} / {label} / {seed} / {dtype}", "function": name, "case": label, "seed": seed,
+                          "dtype": dtype, "inputs": to_json(case.arguments), "expected": expected})
     write_json(path, {"format": FORMAT, "spec_version": SPEC_VERSION, "cases": cases})
     return len(cases)
 
 
-def read_json(flag: str, path: str, keys: Sequence[str]) -> dict:
+def read_json(flag: str, path: str, key: str):
+    """What a file of this format holds under key"""
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{flag} {path}: cannot be read as JSON ({str(error).splitlines()[0]})") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not all(key in found for key in keys):
-        raise UsageError(f"{flag} {path}: needs \"format\": \"{FORMAT}\" and {', '.join(keys)}; see the README, the oracle from other languages")
-    return found
+    if not isinstance(found, dict) or found.get("format") != FORMAT or key not in found:
+        raise UsageError(f"{flag} {path}: needs \"format\": \"{FORMAT}\" and \"{key}\"")
+    return found[key]
+
+
+def from_json(x: dict) -> Tensor:
+    return torch.tensor([float(v) for v in x["data"]], dtype=torch.float64).view(x["shape"])
 
 
 def check_results(results: str, vectors: str) -> Report:
     """Judges what another language computed: {"format": ..., "results": {id: {stage: {"shape": [...], "data": [...]}}}}"""
-    given = read_json("--results", results, ["results"])["results"]
-    asked = read_json("--vectors", vectors, ["spec_version", "cases"])
-    tensor = lambda x: torch.tensor([float(v) for v in x["data"]], dtype=torch.float64).view(x["shape"])
-    by_function: dict[tuple[str, str], list] = {}
-    for case in asked["cases"]:
-        if case["id"] not in given:
+    given, tried = read_json("--results", results, "results"), {}
+    for asked in read_json("--vectors", vectors, "cases"):
+        if asked["id"] not in given:
             continue
-        made = make_case(case["function"], case["case"], case["seed"], case["dtype"]) if case["function"] in SPEC else None
-        if made is None or any(gap(tensor(case["expected"][stage]), x) > 1e-9 * (1 + x.abs().max()) for stage, x in made.gold.items() if x.isfinite().all()):
-            raise UsageError(f"--vectors {vectors}: {case['id']} is not what this hybrid_rl.py computes; export the vectors again")
         try:
-            found = {stage: tensor(x) for stage, x in given[case["id"]].items()}
+            case = make_case(asked["function"], asked["case"], asked["seed"], asked["dtype"])
+            stale = any(gap(from_json(asked["expected"][stage]), x) > 1e-9 * (1 + size_of(x)) for stage, x in case.gold.items())
+        except (KeyError, IndexError):
+            stale = True
+        if stale:
+            raise UsageError(f"--vectors {vectors}: {asked['id']} is not what this hybrid_rl.py computes; export them again")
+        try:
+            found = {stage: from_json(x) for stage, x in given[asked["id"]].items()}
         except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
-            raise UsageError(f"--results {results}: {case['id']}: needs shape and data for each output ({error})") from None
-        by_function.setdefault((case["function"], case["dtype"]), []).append((made, found))
-    findings = []
-    for (name, dtype), tried in by_function.items():
-        finding = judge(name, tried, "conforms" if dtype == "float32" else "as accurate as the plain formula")
-        findings.append(finding)
-    if not findings:
+            raise UsageError(f"--results {results}: {asked['id']}: needs shape and data for each output ({error})") from None
+        tried.setdefault((asked["function"], asked["dtype"]), []).append((case, found))
+    if not tried:
         raise UsageError(f"--results {results}: holds none of the cases of {vectors}")
-    return Report(findings, f"--results {results} --vectors {vectors}")
+    return Report([judge(name, rows, "conforms" if dtype == "float32" else "as accurate as the plain formula")
+                   for (name, dtype), rows in tried.items()], f"--results {results} --vectors {vectors}")
 
 
 def load_candidates(target: str, functions: list[str]) -> dict:
     """TARGET = module, module:name or file.py[:name] to {name: callable}; a single callable takes the one name in --function"""
-    import importlib.util
-
     where, _, attribute = target.partition(":")
     try:
         if where.endswith(".py"):
@@ -2273,7 +2332,8 @@ def load_candidates(target: str, functions: list[str]) -> dict:
             found = importlib.import_module(where)
         found = getattr(found, attribute) if attribute else found
     except Exception as error:          # whatever the import raises is theirs: said in one line
-        raise UsageError(f"{target}: cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})") from None
+        first = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"{target}: cannot be imported ({type(error).__name__}: {first})") from None
     if isinstance(found, dict) or not callable(found):
         return found if isinstance(found, dict) else vars(found)
     name = functions[0] if len(functions) == 1 else attribute
@@ -2282,37 +2342,43 @@ def load_candidates(target: str, functions: list[str]) -> dict:
     return {name: found}
 
 
+def check_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="python hybrid_rl.py check", allow_abbrev=False,
+                           description="Judge another implementation, value and gradient.",
+                           epilog="Exit code 0: all conform; 1: one differs; 2: cannot be judged.  Functions: " + ", ".join(SPEC))
+    flag = parser.add_argument
+    flag("target", nargs="?", metavar="TARGET", help="module, module:name or file.py; what bears a name of SPEC is judged")
+    flag("--function", nargs="+", action="extend", default=[], metavar="NAME", help="only these; a missing one is exit code 2")
+    flag("--dtype", choices=DTYPES, default="float32", help="of the inputs; float32 judges the algebra (default)")
+    flag("--seed", type=number(int), default=0, metavar="N", help="the first seed (default: 0)")
+    flag("--seeds", type=number(int), default=3, metavar="N", help="how many seeds (default: 3)")
+    flag("--case", metavar="NAME", help="only this case")
+    flag("--convention", choices=CONVENTIONS, help="judge as this library computes; the candidate gets no keywords")
+    flag("--results", metavar="FILE", help="instead of TARGET: judge what another language answered to --vectors FILE")
+    flag("--vectors", metavar="FILE", help="written by: python hybrid_rl.py vectors FILE")
+    flag("--self-test", action="store_true", help="judge the judge: honest versions must pass, near misses be caught and named")
+    flag("--trials", type=number(int), default=1000, metavar="N", help="of --self-test (default: 1000)")
+    return parser
+
+
 def check_command(words: list[str]) -> int:
     """python hybrid_rl.py check ...; returns the exit code"""
-    parser = OneLineParser(prog="python hybrid_rl.py check", allow_abbrev=False, description="Judge another implementation, value and gradient.",
-                           epilog="Exit code 0: all conform; 1: at least one differs; 2: cannot be judged.  Functions: " + ", ".join(SPEC))
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="module, module:name or file.py; the functions in it that bear names of SPEC are judged")
-    parser.add_argument("--function", nargs="+", action="extend", default=[], metavar="NAME", help="only these; one that is missing counts as not judged")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the inputs; float32 judges the algebra (default)")
-    parser.add_argument("--seed", type=number(int), default=0, metavar="N", help="the first seed (default: 0)")
-    parser.add_argument("--seeds", type=number(int), default=3, metavar="N", help="how many seeds (default: 3)")
-    parser.add_argument("--case", metavar="NAME", help="only this case")
-    parser.add_argument("--convention", choices=CONVENTIONS, help="judge against what this library means; the candidate is called without keywords")
-    parser.add_argument("--results", metavar="FILE", help="judge what another language answered to --vectors FILE, instead of TARGET")
-    parser.add_argument("--vectors", metavar="FILE", help="written by: python hybrid_rl.py vectors FILE")
-    parser.add_argument("--self-test", action="store_true", help="judge the judge: honest variants must pass, near misses must be caught and named")
-    parser.add_argument("--trials", type=number(int), default=1000, metavar="N", help="of --self-test (default: 1000)")
-    given = parser.parse_args(words)
+    given = check_parser().parse_args(words)
     if given.seeds < 1 or given.trials < 1:
         raise UsageError(f"--seeds {given.seeds}, --trials {given.trials}: must be >= 1")
     if given.self_test:
-        sys.path.insert(0, str(Path(__file__).resolve().parent))
-        from test_hybrid_rl import self_test
-        return self_test(given.trials, given.seed)
+        return spec_file().self_test(given.trials, given.seed)
     if bool(given.target) == bool(given.results) or bool(given.results) != bool(given.vectors):
         raise UsageError("check: needs a TARGET (module, module:name or file.py), or --results FILE together with --vectors FILE")
     if given.results:
         report = check_results(given.results, given.vectors)
     else:
-        report = check_conformance(load_candidates(given.target, given.function), functions=given.function or None, dtype=DTYPES[given.dtype],
-                                   seeds=range(given.seed, given.seed + given.seeds), conventions=given.convention, case=given.case)
+        report = check_conformance(
+            load_candidates(given.target, given.function), functions=given.function or None, dtype=DTYPES[given.dtype],
+            seeds=range(given.seed, given.seed + given.seeds), conventions=given.convention, case=given.case)
         report.target = given.target
-        report.options = f" --dtype {given.dtype}" * (given.dtype != "float32") + f" --convention {given.convention}" * bool(given.convention)
+        report.options = (f" --dtype {given.dtype}" if given.dtype != "float32" else "") + (
+            f" --convention {given.convention}" if given.convention else "")
     print(report)
     return report.exit_code
 

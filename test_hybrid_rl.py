@@ -3856,11 +3856,13 @@ def test_what_a_candidate_lacks_is_said_and_what_it_has_is_judged():
 
 
 def test_two_mistakes_that_look_alike_are_not_named(monkeypatch):
-    twin = {name: (sft_with_flipped_sign, line) for name, line in (("a", "one"), ("b", "another"))}
-    monkeypatch.setattr(H, "near_misses", lambda function: twin)
+    twins = {name: ("sft_loss", sft_with_flipped_sign, line) for name, line in (("a", "one"), ("b", "another"))}
+    monkeypatch.setattr(H, "spec_file", lambda: types.SimpleNamespace(NEAR_MISSES=twins))
     assert seeds_of("sft_loss", sft_with_flipped_sign).said == "2 of 2 known mistakes fit; a: one; b: another"
-    monkeypatch.setattr(H, "near_misses", lambda function: None)
-    assert "cannot be loaded" in seeds_of("sft_loss", sft_with_flipped_sign).said
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "test_hybrid_rl", None)
+    finding = seeds_of("sft_loss", sft_with_flipped_sign)
+    assert finding.verdict == "differs" and "cannot be loaded" in finding.said, "without the gallery the judge still judges"
 
 
 def test_cases_hold_what_kernels_get_wrong():
