@@ -7,8 +7,8 @@ them as equations that run:
 
     GRPO                    DeepSeekMath                 arXiv:2402.03300    sections 3, 4
     RSTG                    where to listen to a teacher arXiv:2608.00782    sections 5, 6, 7
+    M3, cross-signal NTK    why the two collide          arXiv:2609.34849    section 8
     sparse to dense         which label for which model  arXiv:2605.12483    section 12 (to come)
-    M3, cross-signal NTK    why the two collide          arXiv:2609.34849    section 8  (to come)
 
 One view of all of it.  Every signal is a residual in logit space, delta_t = dLoss/dz_t, pushed through the same Jacobian:
 gradient = sum_t J_t delta_t.  Methods differ in the residual and in nothing else (p_S student, p_T teacher, e_y one-hot of
@@ -27,8 +27,8 @@ tokens, V vocabulary.  Names: logp = log-probability of the sampled token under 
 that sampled it, logp_ref, logp_teacher likewise; action_mask (mask for short) = the tokens that the policy chose; outcome =
 right or wrong; route = what a group's outcomes say; `*_terms` = one number a token, before any reduction.
 
-Order: 1 config, 2 masks, sums, log-probs, 3 advantages, 4 GRPO, 5 distillation, 6 imitation, 7 RSTG, 9 the objective, where
-4-7 meet; then THE LINE: above it pure functions of tensors, below it models, sampling, files, the loop, the command line.
+Order: 1 config, 2 masks, sums, log-probs, 3 advantages, 4 GRPO, 5 distillation, 6 imitation, 7 RSTG, 8 M3, 9 the objective,
+where 4-8 meet; then THE LINE: above it pure functions of tensors, below it models, sampling, files, the loop, the command line.
 `CHOICE:` marks a value that the papers leave open, `DEVIATES:` a knowing departure; each names the test that pins it.
 """
 
@@ -85,7 +85,8 @@ METHODS = {
     "opd": Method("PG-style on-policy distillation", distillation="pg"),
     "reverse-kl": Method("full-vocabulary KL(student, teacher) on student rollouts", distillation="reverse_kl"),
     "jsd": Method("full-vocabulary generalised JSD on student rollouts, as GKD", distillation="jsd"),
-    "forward-kl": Method("full-vocabulary KL(teacher, student) on teacher rollouts", distillation="forward_kl", rollouts="teacher"),
+    "forward-kl": Method("full-vocabulary KL(teacher, student) on teacher rollouts", distillation="forward_kl",
+                         rollouts="teacher"),
     "sft": Method("cross-entropy on correct teacher trajectories", imitation="all", rollouts="pool"),
     "grpo+opd": Method("naive hybrid: OPD on every completion", reward=True, distillation="pg"),
     "grpo+opd-failed": Method("naive hybrid: OPD on failed completions", reward=True, distillation="pg", where="failed"),
@@ -93,11 +94,16 @@ METHODS = {
     "rstg": Method("routed, weighted, token-selected OPD and SFT on all-wrong groups", reward=True, distillation="pg",
                    where="negative", weighted=True, selected=True, imitation="negative"),
     "hybrid": Method("reward and clipped JSD to the teacher, mixed by a fixed share", reward=True, distillation="jsd"),
-    "gradnorm": Method("that share moved until both gradients are equally long", reward=True, distillation="jsd", join="gradnorm"),
-    "pcgrad": Method("hybrid, each gradient without its component against the other", reward=True, distillation="jsd", join="pcgrad"),
-    "m3-select": Method("residuals normalised, teacher only where it does not oppose", reward=True, distillation="jsd", join="select"),
-    "m3-soft": Method("residuals normalised, teacher's share by their angle", reward=True, distillation="jsd", join="soft"),
-    "m3-eg": Method("reward gradient at a look-ahead along the gated teacher", reward=True, distillation="jsd", join="eg"),
+    "gradnorm": Method("that share moved until both gradients are equally long", reward=True,
+                       distillation="jsd", join="gradnorm"),
+    "pcgrad": Method("hybrid, each gradient without its component against the other", reward=True,
+                     distillation="jsd", join="pcgrad"),
+    "m3-select": Method("residuals normalised, teacher only where it does not oppose", reward=True,
+                        distillation="jsd", join="select"),
+    "m3-soft": Method("residuals normalised, teacher's share by their angle", reward=True,
+                      distillation="jsd", join="soft"),
+    "m3-eg": Method("reward gradient at a look-ahead along the gated teacher", reward=True,
+                    distillation="jsd", join="eg"),
 }
 
 LEGAL: dict[str, Callable[[float], bool]] = {
@@ -165,20 +171,21 @@ class Config:
     temperature: float = knob(1.0, "sampling temperature; divides every model's logits in the losses too", "> 0")
     max_new_tokens: int = knob(16, "longest completion, in tokens", ">= 1")
     train_prompts: int = knob(512, "distinct training prompts, or all where there are fewer; repeated over epochs", ">= 1")
-    eval_problems: int = knob(800, "held-out problems to measure on before and after, or all where there are fewer; 0 = do not", ">= 0")
+    eval_problems: int = knob(800, "held-out problems asked before and after, or all where there are fewer; 0 = none", ">= 0")
     seed: int = knob(0, "seed of prompt order and sampling", ">= 0")
     device: str = knob("auto", "where to run; auto takes a GPU if there is one", ("auto", "cpu", "cuda"))
     dtype: str = knob("float32", "of the forward passes; weights and losses stay float32", ("float32", "bfloat16"))
     micro_batch: int = knob(256, "completions in one forward pass; changes memory and speed, not the gradient", ">= 1")
 
-    advantage_scale: str = knob("group_std", "divisor of an advantage; none = Dr. GRPO", ("group_std", "batch_std", "none"), "reward")
+    advantage_scale: str = knob("group_std", "divisor of an advantage; none = Dr. GRPO", ("group_std", "batch_std", "none"),
+                                "reward")
     advantage_ddof: int = knob(0, "std divides by G - ddof; TRL and verl use 1", (0, 1), "reward")
     advantage_eps: float = knob(1e-4, "added to the std, outside the root", ">= 0", "reward")
     baseline: str = knob("mean", "what a reward is compared with; leave_one_out = RLOO", ("mean", "leave_one_out"), "reward")
     aggregation: str = knob("seq_mean_token_mean", "mean over tokens: GRPO's, DAPO's, Dr. GRPO's",
                             ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"))
     aggregation_length: int = knob(0, "constant token divisor of seq_mean_token_sum_norm; 0 = max_new_tokens", ">= 0")
-    empty_rows: str = knob("skip", "does a completion without tokens count in a mean over completions; count = as TRL", ("skip", "count"))
+    empty_rows: str = knob("skip", "does a completion without tokens count in a mean; count = as TRL", ("skip", "count"))
     skip_truncated: bool = knob(False, "leave completions that never ended out of the loss")
     clip_low: float = knob(0.2, "lower clip of the ratio: 1 - this", "in [0, 1)", "ratio")
     clip_high: float = knob(0.2, "upper clip of the ratio: 1 + this", ">= 0", "ratio")
@@ -186,7 +193,7 @@ class Config:
     ratio_level: str = knob("token", "one ratio a token, or one a sequence = GSPO", ("token", "sequence"), "ratio")
     kl_coef: float = knob(0.0, "weight of the KL to the student as it was at the start", ">= 0", "kl")
     kl_kind: str = knob("k3", "estimator of that KL", ("k1", "k2", "k3"), "kl")
-    kl_gradient: str = knob("estimator", "differentiate the estimator itself, or the estimator times the ratio", ("estimator", "ratio"), "kl")
+    kl_gradient: str = knob("estimator", "differentiate the estimator itself, or times the ratio", ("estimator", "ratio"), "kl")
 
     # CHOICE: 0.1 to 0.02 on the toy, 20 times the paper's.  test_the_opd_coef_of_the_toy_anneals_in_the_papers_ratio
     opd_coef: float = knob(0.1, "weight of the teacher in a hybrid at step 0 (RSTG's beta; paper 5e-3)", ">= 0", "hybrid")
@@ -201,16 +208,17 @@ class Config:
     no_sft: bool = knob(False, "RSTG without its imitation", "", "rstg")
 
     teacher_share: float = knob(0.5, "the teacher's share alpha of a hybrid's loss; gradnorm starts there", "in [0, 1)", "share")
-    divergence_clip: float = knob(0.05, "nats of JSD above which a token does not hear the teacher (tau); 0.7 = never", "> 0", "mix")
+    divergence_clip: float = knob(0.05, "JSD in nats above which a token does not hear the teacher (tau); 0.7 = never", "> 0",
+                                    "mix")
     gradnorm_rate: float = knob(0.025, "how fast gradnorm moves the share", "in (0, 1)", "gradnorm")
     # CHOICE: 0.5; the paper uses 0.001 to 0.5.  test_m3_keeps_the_stated_defaults
     max_teacher_share: float = knob(0.5, "largest share of the teacher at a token (M3's alpha_max)", "in [0, 1]", "m3")
     gate_sharpness: float = knob(1.0, "how fast M3-Soft closes with the angle (its beta)", "> 0", "soft")
-    scale_decay: float = knob(0.99, "decay of the average reward-gradient norm that M3's update is scaled by", "in [0, 1)", "scaled")
+    scale_decay: float = knob(0.99, "decay of the average reward-gradient norm that scales M3's update", "in [0, 1)", "scaled")
     lookahead_lr: float = knob(0.0, "plain gradient step of M3-EG's look-ahead; 0 = lr", ">= 0", "eg")
-    exact_gate: bool = knob(False, "M3's gate from exact per-token Jacobians; slow, logs how often the residual form agrees", "", "m3")
+    exact_gate: bool = knob(False, "M3's gate from per-token Jacobians; slow, logs how often the residual form agrees", "", "m3")
     diagnose: bool = knob(False, "log kappa, cos_phi, conflict_rate, drowning; costs a backward pass or two", "", "both")
-    probe: int = knob(0, "take this many steps of the naive mix, report kappa and the strategy that the paper's rule names", ">= 0", "naive")
+    probe: int = knob(0, "take this many steps of the naive mix, report kappa and what the paper's rule names", ">= 0", "naive")
 
     out: str = knob("", "folder of the run; default: a fresh runs/<method>-<number>")
     save_every: int = knob(100, "steps between checkpoints; 0 = only at the end", ">= 0")
@@ -239,7 +247,8 @@ class Config:
     def row(self) -> Method:
         """The method's row, with the parts that were switched off taken out of it."""
         row = METHODS[self.method]
-        return dataclasses.replace(row, weighted=row.weighted and not self.no_weighting, imitation=None if self.no_sft else row.imitation,
+        return dataclasses.replace(row, weighted=row.weighted and not self.no_weighting,
+                                   imitation=None if self.no_sft else row.imitation,
                                    distillation=None if self.no_opd else row.distillation)
 
 
@@ -345,7 +354,8 @@ def aggregate(terms: Tensor, mask: Tensor, how: str, length: float | None = None
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def group_advantages(rewards: Tensor, *, scale: str = "group_std", ddof: int = 0, eps: float = 1e-4, baseline: str = "mean") -> Tensor:
+def group_advantages(rewards: Tensor, *, scale: str = "group_std", ddof: int = 0, eps: float = 1e-4,
+                     baseline: str = "mean") -> Tensor:
     """A[n,g] = (r[n,g] - mean_g r) / (std_g r + eps)                                  (N, G) -> (N, G)
 
     DeepSeekMath, arXiv:2402.03300, which names neither ddof nor eps.  The std divides by G - ddof; eps sits outside
@@ -355,7 +365,7 @@ def group_advantages(rewards: Tensor, *, scale: str = "group_std", ddof: int = 0
     for G = 1 (nothing to compare with), for rewards that are not finite, and for other words.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards {tuple(rewards.shape)}: need (N, G) with G 2 or more, since a group of one has nothing to compare with")
+        raise ValueError(f"rewards {tuple(rewards.shape)}: need (N, G) with G 2 or more; one alone has nothing to compare with")
     if scale not in ("group_std", "batch_std", "none") or baseline not in ("mean", "leave_one_out") or ddof not in (0, 1):
         raise ValueError(f"scale {scale!r}, baseline {baseline!r}, ddof {ddof}: must be group_std, batch_std or none; "
                          "mean or leave_one_out; 0 or 1")
@@ -506,14 +516,15 @@ def forward_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
     return _kl(logp_t, logp_s)
 
 
-def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, teacher_share: float = 0.5, temperature: float = 1.0) -> Tensor:
+def generalized_jsd(student_logits: Tensor, teacher_logits: Tensor, teacher_share: float = 0.5,
+                    temperature: float = 1.0) -> Tensor:
     """l KL(p_T, m) + (1-l) KL(p_S, m),  m = l p_T + (1-l) p_S,  l = teacher_share      (B, T, V) x2 -> (B, T)
 
     In nats, bounded by log 2 at l = 1/2.  GKD, arXiv:2306.13649.  Raises ValueError for l outside (0, 1): at 0 and 1
     this formula is 0, while libraries return a full KL there; ask forward_kl or reverse_kl by name instead.
     """
     if not 0 < teacher_share < 1:
-        raise ValueError(f"teacher_share {teacher_share}: must be in (0, 1); at the ends the formula is 0, see forward_kl and reverse_kl")
+        raise ValueError(f"teacher_share {teacher_share}: must be in (0, 1); at the ends it is 0, see forward_kl and reverse_kl")
     logp_s, logp_t = _log_softmaxes(student_logits, teacher_logits, temperature)
     never = (logp_s == -torch.inf) & (logp_t == -torch.inf)                      # logaddexp(-inf, -inf) has a NaN gradient
     log_m = torch.logaddexp(logp_t.masked_fill(never, 0.0) + math.log(teacher_share),
@@ -581,8 +592,9 @@ def token_scores(entropy: Tensor, divergence: Tensor, mask: Tensor) -> Tensor:
     """
     same_shape(entropy=entropy, divergence=divergence, mask=mask)
     if not (entropy.isfinite() & divergence.isfinite())[mask].all():
-        raise ValueError("entropy or divergence is not finite at an action token: does the teacher give log-prob -inf to a sampled token?")
-    # CHOICE: min-max over all tokens that the mask holds, not within each completion.  test_scores_are_scaled_over_all_routed_tokens
+        raise ValueError("entropy or divergence is not finite at an action token: does the teacher give a sampled token "
+                         "log-prob -inf?")
+    # CHOICE: min-max over all tokens under the mask, not within each completion.  test_scores_are_scaled_over_all_routed_tokens
     h, d = (_min_max(upcast(x.detach()), mask) for x in (entropy, divergence))
     return h + d - h * d
 
@@ -619,7 +631,7 @@ def rstg_advantages(outcomes: Tensor, advantages: Tensor, advantages_opd: Tensor
     # CHOICE: a group with omega = 0 does not enter the scaling of the scores either.  test_a_silent_group_changes_no_other
     routed = negative & (omega > 0) & mask
     selected = select_tokens(token_scores(entropy, advantages_opd.abs(), routed), routed, select_share)
-    # CHOICE: a token that is not selected keeps its place in the denominator.  test_tokens_that_are_not_selected_stay_in_the_denominator
+    # CHOICE: a token that is not selected stays in the denominator.  test_tokens_that_are_not_selected_stay_in_the_denominator
     guided = opd_coef * omega * advantages_opd.masked_fill(~selected, 0.0)
     return torch.where(negative, guided, advantages.reshape(-1, 1)).masked_fill(~mask, 0.0).detach()
 
@@ -644,7 +656,7 @@ def reward_residual(logits: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
 
     At rho = 1, of policy_terms with these advantages: GRPO's, or A_opd for PG-style OPD; with A = 1 of sft_loss.
     logits[b,t] predict ids[b,t]: aligned, where token_logps shifts.  At a temperature give logits / temperature, here
-    and below.  Detached, as all of this section.  Raises ValueError where shapes differ.
+    and below.  Residuals, gates and K_DR are constants: detached.  Raises ValueError where shapes differ.
     """
     a = _per_token(advantages, ids)
     same_shape(**{"logits (without vocabulary)": logits[..., 0], "ids": ids, "advantages": a})
@@ -661,26 +673,28 @@ def distillation_residual(student_logits: Tensor, teacher_logits: Tensor, kind: 
 
     With clip (tau, nats) the residual is 0 where generalized_jsd > clip: there min(JSD, tau) is constant.  M3's K_DR
     and normalised residual use forward_kl, whose direction the others share near agreement (JSD_1/2 is 1/4 of it).
-    Raises ValueError for another kind.
+    reverse_kl is NaN, as its value is inf, where the student can say what the teacher cannot.  Raises ValueError for another kind.
     """
     logp_s, logp_t = _log_softmaxes(student_logits.detach(), teacher_logits, 1.0)
     p_s, p_t = logp_s.exp(), logp_t.exp()
     if kind == "forward_kl":
         residual = p_s - p_t
     elif kind in ("reverse_kl", "jsd"):
-        share, other = (1.0, logp_t) if kind == "reverse_kl" else (1 - teacher_share, (teacher_share * p_t + (1 - teacher_share) * p_s).log())
+        share = 1.0 if kind == "reverse_kl" else 1 - _share("teacher_share", teacher_share)
+        other = logp_t if kind == "reverse_kl" else (teacher_share * p_t + share * p_s).log()
         log_ratio = (logp_s - other).masked_fill(p_s == 0, 0.0)                  # what the student cannot say has no gradient
         residual = share * p_s * (log_ratio - (p_s * log_ratio).sum(dim=-1, keepdim=True))
     else:
         raise ValueError(f"kind {kind!r}: must be forward_kl, reverse_kl or jsd")
     if clip is not None:
-        residual = residual.masked_fill((generalized_jsd(student_logits.detach(), teacher_logits, teacher_share) > clip)[..., None], 0.0)
+        too_far = generalized_jsd(student_logits.detach(), teacher_logits, teacher_share) > clip
+        residual = residual.masked_fill(too_far[..., None], 0.0)
     return residual
 
 
 def unit_residual(residual: Tensor, eps: float = 1e-6) -> Tensor:
     """delta / (|delta| + eps), the norm over the vocabulary; a zero residual stays zero            (B, T, V) -> (B, T, V)"""
-    # CHOICE: eps 1e-6; smaller ones give float32 noise between equal models full length.  test_noise_does_not_become_a_unit_vector
+    # CHOICE: eps 1e-6; below it, float32 noise between equal models gets length 1.  test_noise_does_not_become_a_unit_vector
     r = upcast(residual.detach())
     return r / (r.norm(dim=-1, keepdim=True) + eps)
 
@@ -699,19 +713,20 @@ def exact_cross_signal_ntk(logits: Tensor, parameters: Sequence[Tensor], residua
                            eps: float = 1e-12) -> tuple[Tensor, Tensor]:
     """K_DR[b,t] = <J_t delta_D, J_t delta_R>, J_t = dlogits[b,t]/dparameters, and its cosine      (B, T, V) x3 -> (B, T) x2
 
-    cos phi = K_DR / (|J_t delta_D| |J_t delta_R| + eps).  logits carry their graph.  Two backward passes a position, in one
-    batch: for small models and few positions.  Positions where a residual is 0 give 0 and cost nothing.
+    cos phi = K_DR / (|J_t delta_D| |J_t delta_R| + eps).  logits carry their graph.  Two backward passes a position, batched by
+    16 positions: for small models and few of them.  Positions where a residual is 0 give 0 and cost nothing.
     """
     same_shape(logits=logits, residual_d=residual_d, residual_r=residual_r)
-    k_dr = torch.zeros(logits.shape[:2], dtype=logits.dtype, device=logits.device)
+    k_dr = torch.zeros(logits.shape[:2], dtype=upcast(logits).dtype, device=logits.device)
     cosine, live = k_dr.clone(), (residual_d.ne(0).any(dim=-1) & residual_r.ne(0).any(dim=-1)).nonzero()
-    if len(live):
-        n, (b, t) = torch.arange(len(live), device=logits.device), live.unbind(dim=1)
-        probes = torch.zeros(2, len(live), *logits.shape, dtype=logits.dtype, device=logits.device)
+    for some in live.split(16) if len(live) else ():
+        n, (b, t) = torch.arange(len(some), device=logits.device), some.unbind(dim=1)
+        probes = torch.zeros(2, len(some), *logits.shape, dtype=logits.dtype, device=logits.device)
         for probe, residual in zip(probes, (residual_d, residual_r)):
             probe[n, b, t] = residual[b, t].to(logits.dtype)
-        pulled = torch.autograd.grad(logits, parameters, probes.flatten(0, 1), retain_graph=True, is_grads_batched=True, allow_unused=True)
-        h_d, h_r = torch.cat([g.flatten(1) for g in pulled if g is not None], dim=1).view(2, len(live), -1)
+        pulled = torch.autograd.grad(logits, parameters, probes.flatten(0, 1), retain_graph=True, is_grads_batched=True,
+                                     allow_unused=True)
+        h_d, h_r = upcast(torch.cat([g.flatten(1) for g in pulled if g is not None], dim=1)).view(2, len(some), -1)
         k_dr[b, t] = (h_d * h_r).sum(dim=1)
         cosine[b, t] = k_dr[b, t] / (h_d.norm(dim=1) * h_r.norm(dim=1) + eps)
     return k_dr, cosine
@@ -771,9 +786,10 @@ def gradient_geometry(grad_r: Tensor, grad_d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drowning_threshold(kappa: float | Tensor, share: float) -> Tensor:
-    """-alpha / ((1 - alpha) kappa): below this cos phi a small gradient step on (1-alpha) L_R + alpha L_D raises L_D        () -> ()
+    """-alpha / ((1 - alpha) kappa)                                                                          () -> ()
 
-    dL_D is proportional to -[alpha + (1-alpha) kappa cos phi]: the louder the reward, the milder a conflict suffices.
+    Below this cos phi a small gradient step on (1-alpha) L_R + alpha L_D raises L_D: magnitude drowning.  dL_D is
+    proportional to -[alpha + (1-alpha) kappa cos phi]: the louder the reward, the milder a conflict suffices.
     """
     return -_share("share", share) / ((1 - share) * torch.as_tensor(kappa))
 
@@ -783,7 +799,7 @@ def conflict_rate(k_dr: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     NaN where there is no such token.
     """
-    # CHOICE: both shares; a zero advantage or a clipped teacher is no conflict.  test_silent_tokens_are_counted_once_and_left_out_once
+    # CHOICE: both shares; silence is no conflict.  test_silent_tokens_are_counted_once_and_left_out_once
     same_shape(k_dr=k_dr, mask=mask)
     conflicts, scored = ((k_dr < 0) & mask).sum(), ((k_dr != 0) & mask).sum()
     return conflicts / mask.sum(), conflicts / scored
@@ -794,25 +810,25 @@ def ema(average: float | None, value: float, decay: float = 0.99) -> float | Non
 
     M3's scale s, with value = |g_R| before normalisation.  Raises ValueError for a decay outside [0, 1].
     """
-    # CHOICE: decay 0.99, steps without reward gradient do not count.  test_the_scale_starts_at_the_first_step_with_a_reward_gradient
+    # CHOICE: decay 0.99, a step without reward gradient is none.  test_the_scale_starts_at_the_first_step_with_a_reward_gradient
+    kept = _share("decay", decay)
     if not value:
         return average
-    return value if average is None else _share("decay", decay) * average + (1 - decay) * value
+    return value if average is None else kept * average + (1 - kept) * value
 
 
 def gradnorm_step(share: float, norm_r: float, norm_d: float, rate: float = 0.025) -> float:
-    """One step of alpha towards alpha |g_D| = (1 - alpha) |g_R|, that is alpha = kappa / (1 + kappa)
+    """One step of alpha towards alpha |g_D| = (1 - alpha) |g_R|, that is towards alpha = kappa / (1 + kappa)
 
-    GradNorm, arXiv:1711.02257: descent on sum_i |w_i |g_i| - mean|, then the weights are rescaled to sum 1.  Unchanged where a
-    norm is 0.  Kept in [0.001, 0.999].
+    After GradNorm, arXiv:1711.02257: descent on sum_i |w_i |g_i| - mean|, the weights rescaled to sum 1.  Unchanged where a norm
+    is 0 or both are equally loud; else the odds of the share move by the factor exp(2 rate).
     """
-    # CHOICE: no loss ratios (GRPO's loss is 0), norms in units of their mean.  test_gradnorm_settles_where_the_two_norms_are_equal
+    # DEVIATES: no loss ratios (GRPO's loss is 0); log weights, which need no clamp.  test_gradnorm_settles_where_the_two_norms_are_equal
     if not norm_r or not norm_d:
         return share
-    d, r = (norm / ((norm_d + norm_r) / 2) for norm in (norm_d, norm_r))
-    louder = math.copysign(1.0, share * d - (1 - share) * r)
-    weight_d, weight_r = share - rate * d * louder, 1 - share + rate * r * louder
-    return min(0.999, max(0.001, weight_d / (weight_d + weight_r)))
+    difference = share * norm_d - (1 - share) * norm_r
+    odds = share / (1 - share) * math.exp(-2 * rate * math.copysign(bool(difference), difference))
+    return odds / (1 + odds)
 
 
 def pcgrad(grad_r: Tensor, grad_d: Tensor) -> tuple[Tensor, Tensor]:
@@ -849,7 +865,7 @@ def strategy_for(kappa: float) -> str:
 
 
 def listening(outcomes: Tensor, where: str) -> Tensor:
-    """Completions that hear the teacher: "all", the "failed" ones, or those of "negative" groups          (N, G) -> (N, G) bool"""
+    """Completions that hear the teacher: "all", the "failed" ones, or those of "negative" groups  (N, G) -> (N, G) bool"""
     if where not in ("all", "failed", "negative"):
         raise ValueError(f"where {where!r}: must be all, failed or negative")
     negative = (route_groups(outcomes) == NEGATIVE)[:, None].expand_as(outcomes)
@@ -880,7 +896,7 @@ def advantage_streams(row: Method, outcomes: Tensor, advantages: Tensor, mask: T
 
 
 def hybrid_loss(streams: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """L = sum over streams of sum_bt weights terms                                                    {name: (terms, weights)} -> ()
+    """L = sum over streams of sum_bt weights terms                                         {name: (terms, weights)} -> ()
 
     reward and distillation: policy_terms or divergences, one a completion token; imitation: -logp of a trajectory's
     tokens.  The weights carry divisor and coefficient, so a row, a token or a stream that has none adds exactly
@@ -1560,8 +1576,11 @@ def newest_checkpoint(folder: Path) -> tuple[Path, int] | tuple[None, int]:
     return None, 0
 
 
-def prepare(config: Config) -> tuple[Run, Path, int]:
-    """Everything that can be wrong is found here, cheap checks first, no model loaded before they pass."""
+def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
+    """Everything that can be wrong is found here, cheap checks first, no model loaded before they pass.
+
+    look: for who only looks (toy_tasks.show), whatever the method: with a teacher, without a folder and without its pool.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -1570,13 +1589,13 @@ def prepare(config: Config) -> tuple[Run, Path, int]:
         import importlib.util
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError(f"--plot {config.plot}: needs matplotlib, which is not installed: pip install matplotlib")
-    needs_teacher = bool(row.distillation or row.imitation)
+    needs_teacher = bool(look or row.distillation or row.imitation)
     check_model_folder("--student", config.student)
     if needs_teacher:
         if not config.teacher:
             raise UsageError(f"--teacher: --method {config.method} needs a teacher, for instance --teacher {_TOY / 'teacher'}")
         check_model_folder("--teacher", config.teacher)
-    folder = open_folder(config)
+    folder = Path() if look else open_folder(config)
     checkpoint, step = newest_checkpoint(folder) if config.resume else (None, 0)
     student, tokenizer = load_model("--student", str(checkpoint or config.student), device)
     teacher = reference = None
@@ -1594,7 +1613,7 @@ def prepare(config: Config) -> tuple[Run, Path, int]:
     state = torch.load(checkpoint / "trainer_state.pt", weights_only=True) if checkpoint else {"memory": {}}
     if checkpoint:
         optimizer.load_state_dict(state["optimizer"])
-    pool = load_pool(config, folder, teacher, tokenizer, task, problems) if row.imitation or row.weighted else {}
+    pool = load_pool(config, folder, teacher, tokenizer, task, problems) if (row.imitation or row.weighted) and not look else {}
     return Run(config, task, tokenizer, student, teacher, reference, optimizer, problems, pool, state["memory"]), folder, step
 
 
