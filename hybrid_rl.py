@@ -1782,7 +1782,8 @@ def batch(d: Draw, garbage: float | None = None, second: int = 3, left: bool = F
     grad_r, residual_d = d.normal(500), distillation_residual(logits, teacher_logits)
     return tokens | keywords | {
         "mask": mask, "weights": token_weights(mask, "seq_mean_token_mean"), "how": "seq_mean_token_mean", "ids": ids,
-        "hidden": hidden, "weight": weight, "logits": logits, "student_logits": logits, "teacher_logits": teacher_logits, "k_dr": d.normal(),
+        "hidden": hidden, "weight": weight, "logits": logits, "student_logits": logits, "teacher_logits": teacher_logits,
+        "k_dr": d.normal(),
         "residual": d.normal(*logits.shape), "residual_d": residual_d, "residual_r": d.normal(*logits.shape),
         "cosine": d.normal().tanh(), "gate": d.normal().sigmoid() / 2, "grad_r": grad_r, "grad_d": d.normal(500) - grad_r}
 
@@ -1791,7 +1792,8 @@ BATCHES: dict[str, dict] = {            # case: options of batch, and keywords o
     "plain": {}, "one-token row": {"second": 1}, "empty row": {"second": 0},
     "empty row counted": {"second": 0, "empty_rows": "count"}, "NaN on the right": {"garbage": math.nan},
     "NaN on the left": {"garbage": math.nan, "left": True, "second": 0}, "-inf on the right": {"garbage": -math.inf},
-    "one advantage a row": {"each_row": 1.0}, "no advantage": {"each_row": 0.0},
+    "one advantage a row": {"each_row": 1.0}, "NaN and one advantage": {"each_row": 1.0, "garbage": math.nan},
+    "no advantage": {"each_row": 0.0},
     "exactly at the clip": {"apart": 0.0, "clip_low": 0.0, "clip_high": 0.0}, "far": {"apart": 25.0},
     "sure teacher": {"teacher": 0.0}, "teacher that cannot": {"teacher": -math.inf}, "both cannot": {"impossible": "both"},
     "teacher cannot": {"impossible": "teacher"}, "student cannot": {"impossible": "student"}, "copied teacher": {"copy": True}}
@@ -1863,7 +1865,7 @@ _CLIP = ({"clip_high": 0.45}, {"clip_low": 0.5}, {"dual_clip": 1.5})
 _KL = ({"logp_ref": ..., "kl_coef": 0.3}, {"logp_ref": ..., "kl_coef": 0.3, "kl_kind": "k1", "kl_gradient": "ratio"})
 _MASKED = batches("plain", "one-token row", "empty row", "empty row counted", "NaN on the right", "NaN on the left",
                   "-inf on the right")
-_GRPO = batches("one advantage a row", "no advantage", "exactly at the clip", "far")
+_GRPO = batches("one advantage a row", "NaN and one advantage", "no advantage", "exactly at the clip", "far")
 _OPD = batches("plain", "one-token row", "empty row", "NaN on the right", "NaN on the left", "-inf on the right", "sure teacher")
 _PLAIN, _PAIR = batches("plain"), batches("plain", "both cannot", "copied teacher")
 _ONE_CANNOT, _ENDS = batches("plain", "student cannot"), {"one eos": sampled_ids, "two eos": lambda d: sampled_ids(d, (2, 3))}
@@ -1879,7 +1881,7 @@ SPEC: dict[str, Spec] = {
     "token_entropy": Spec(token_entropy, "logits", "logits", _ONE_CANNOT, (_WARM,)),
     "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", _ONE_CANNOT, (_WARM,)),
     # layer 2: one number a token, with dterms/dlogp or dterms/dlogits
-    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp", _PLAIN | _GRPO,
+    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp", _PLAIN | batches("one advantage a row", "exactly at the clip", "far"),
                          _CLIP + ({"ratio_level": "sequence", "mask": ...},)),
     "kl_terms": Spec(kl_terms, "logp logp_ref", "logp", _PLAIN,
                      tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))),
@@ -1905,7 +1907,7 @@ SPEC: dict[str, Spec] = {
         name: (d.normal(), token_weights(d.mask(), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
     # layer 4: end to end
     "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits",
-                                  _MASKED | batches("one advantage a row", "exactly at the clip"), (_WARM,) + _HOW),
+                                  _MASKED | batches("one advantage a row", "NaN and one advantage", "exactly at the clip"), (_WARM,) + _HOW),
     "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, (_WARM,) + _HOW),
     "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits",
                                  batches("plain", "empty row"), (_WARM, _SHARE)),
@@ -2088,7 +2090,7 @@ class Finding:
     """What came of one function."""
 
     function: str
-    verdict: str                        # conforms / as accurate as the plain formula, differs, no verdict, missing, cannot be judged
+    verdict: str                        # conforms, differs, no verdict, missing, cannot be judged; see check_conformance
     judged: int = 0                     # outputs and gradients with a verdict, over all cases
     unjudged: int = 0                   # and without
     stage: str = ""                     # the first one that differs, or the worst
@@ -2133,6 +2135,7 @@ def try_candidate(candidate: Callable, cases: Iterable[Case]) -> tuple[list[tupl
     Not taken: a keyword that is not in its signature, or for which it raises NotImplementedError.  Raises UsageError where it
     cannot be called with the inputs of SPEC, or raises something else.
     """
+    # CHOICE: a keyword that is not taken is said, not failed.  test_what_a_candidate_lacks_is_said_and_what_it_has_is_judged
     tried, lacking = [], set()
     for case in cases:
         positional = SPEC[case.function].inputs.split()
@@ -2149,7 +2152,7 @@ def try_candidate(candidate: Callable, cases: Iterable[Case]) -> tuple[list[tupl
         try:
             tried.append((case, evaluate(candidate, SPEC[case.function], case.arguments, DTYPES[case.dtype])))
         except NotImplementedError:
-            lacking.add(case.label.partition(", ")[2] or case.label)
+            lacking.add(case.label)
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             raise UsageError(f"raises {type(error).__name__} in case {case.label!r}, seed {case.seed}: {first}") from None

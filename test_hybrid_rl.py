@@ -3500,6 +3500,17 @@ def jsd_with_detached_half(student_logits, teacher_logits, mask, *, teacher_shar
     return H.aggregate(jsd, mask, "token_mean")
 
 
+@near_miss("grpo_loss_from_logits", "multiplies by the mask instead of filling: one padded NaN is the loss of the batch: verl#785", "NaN")
+def grpo_from_logits_by_product(logits, ids, *inputs, how=HOWS[0], length=None, empty_rows="skip", temperature=1.0):
+    logp = H.logps_from_logits(logits, ids, temperature)["logp"]
+    return grpo_by_product(logp, *inputs, how=how, length=length, empty_rows=empty_rows)
+
+
+@near_miss("grpo_loss_from_hidden", "multiplies by the mask instead of filling: one padded NaN is the loss of the batch: verl#785", "NaN")
+def grpo_from_hidden_by_product(hidden, weight, *inputs, how=HOWS[0], length=None, empty_rows="skip", temperature=1.0):
+    return grpo_from_logits_by_product(hidden @ weight.T, *inputs, how=how, length=length, empty_rows=empty_rows, temperature=temperature)
+
+
 # Honest versions: another order, another formula, another memory layout, the same mathematics.
 
 HONEST: dict[str, tuple] = {}           # name: (public function, honest version)
@@ -3687,6 +3698,7 @@ def verl_kl_terms(logp, logp_ref):
 
 
 def liger_grpo_loss(hidden, weight, ids, logp_old, advantages, mask, loss_type="dapo"):
+    only(advantages.shape[1] == 1)      # it takes one advantage a completion
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
     fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=False, loss_type=loss_type)
     return fused(hidden, weight, ids, mask.to(hidden.dtype), advantages[:, 0], old_per_token_logps=logp_old)[0]
@@ -3715,7 +3727,7 @@ AGREES = ("plain", "empty row", "one advantage a row", "no advantage", "of two",
 def test_installed_libraries_compute_what_their_convention_says(convention, package, theirs):
     pytest.importorskip(package, reason="judged only where it is installed", exc_type=ImportError)
     for name, function in theirs.items():
-        for case in set(AGREES) & set(H.labels_of(name, {})) - ({"plain", "empty row"} if package == "liger_kernel" and "grpo" in name else set()):
+        for case in set(AGREES) & set(H.labels_of(name, {})) - ({"plain", "empty row"} if "grpo_loss_from" in name else set()):
             report = H.check_conformance({name: function}, conventions=convention, case=case)
             assert report.passed, f"{convention}, {case}:\n{report}"
 
