@@ -1707,15 +1707,18 @@ def logps_from_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> 
 
 
 def grpo_loss_from_logits(logits, ids, logp_old, advantages, mask, *, temperature: float = 1.0, **options) -> Tensor:
+    """grpo_loss of the logps of ids, options as there                         (B, T, V), (B, T) x2, (B, T) or (B, 1), (B, T) -> ()"""
     return grpo_loss(logps_from_logits(logits, ids, temperature)["logp"], logp_old, advantages, mask, **options)
 
 
 def opd_loss_from_logits(logits, ids, logp_teacher, mask, *, temperature: float = 1.0, **options) -> Tensor:
+    """opd_loss of the logps of ids, options as there                                                (B, T, V), (B, T) x3 -> ()"""
     return opd_loss(logps_from_logits(logits, ids, temperature)["logp"], logp_teacher, mask, **options)
 
 
 def jsd_loss_from_logits(student_logits, teacher_logits, mask, *, teacher_share: float = 0.5, temperature: float = 1.0,
                          how: str = "token_mean", **options) -> Tensor:
+    """aggregate of generalized_jsd, the mean over tokens as GKD unless told otherwise               (B, T, V) x2, (B, T) -> ()"""
     return aggregate(generalized_jsd(student_logits, teacher_logits, teacher_share, temperature), mask, how, **options)
 
 
@@ -1788,6 +1791,7 @@ def batch(d: Draw, garbage: float | None = None, second: int = 3, left: bool = F
         "cosine": d.normal().tanh(), "gate": d.normal().sigmoid() / 2, "grad_r": grad_r, "grad_d": d.normal(500) - grad_r}
 
 
+# CHOICE: a ratio exactly at its clip still moves.  test_exactly_at_the_clip_the_gradient_is_whole
 BATCHES: dict[str, dict] = {            # case: options of batch, and keywords of the function
     "plain": {}, "one-token row": {"second": 1}, "empty row": {"second": 0},
     "empty row counted": {"second": 0, "empty_rows": "count"}, "NaN on the right": {"garbage": math.nan},
@@ -1955,10 +1959,13 @@ for _name in ("logps", "grpo_loss", "opd_loss", "jsd_loss"):        # and the sa
         globals()[f"{_name}_from_hidden"], "hidden weight " + _row.inputs.split(" ", 1)[1], "hidden weight",
         {label: make for label, make in _row.cases.items() if "cannot" not in label}, _row.keywords)
 
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Preset = dict[str, dict]                # function: keyword values
+
 # What other libraries compute by default, as keyword values of ours: read from the source of these versions and run beside it
-# (test_installed_libraries_compute_what_their_convention_says).  What no keyword can express stands in the README.
+# (test_installed_libraries_compute_what_their_convention_says; TRL's advantages were read only, since its trainer computes them
+# while it generates).  What no keyword can express stands in the README.
 CONVENTIONS: dict[str, Preset] = {
     # TRL 1.16.0, GRPOConfig: loss_type dapo, scale_rewards group, max_completion_length 512
     "trl": {"grpo_loss": {"how": "token_mean"}, "group_advantages": {"ddof": 1, "eps": 1e-4},

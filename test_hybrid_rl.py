@@ -3867,6 +3867,11 @@ def test_two_mistakes_that_look_alike_are_not_named(monkeypatch):
     assert finding.verdict == "differs" and "cannot be loaded" in finding.said, "without the gallery the judge still judges"
 
 
+def test_exactly_at_the_clip_the_gradient_is_whole():
+    logp, a = leaf([[-1.0, -2.0]]), tensor([[1.5, -0.5]])
+    same(grad(H.policy_terms(logp, logp.detach(), a, clip_low=0.0, clip_high=0.0).sum(), logp), -a, "at ratio 1 with no room on either side")
+
+
 def test_cases_hold_what_kernels_get_wrong():
     far = H.make_case("grpo_loss", "far", 0, "float32").arguments
     assert ((far["logp"] - far["logp_old"]).abs() > 20).all()
