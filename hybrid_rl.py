@@ -1707,7 +1707,7 @@ def logps_from_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> 
 
 
 def grpo_loss_from_logits(logits, ids, logp_old, advantages, mask, *, temperature: float = 1.0, **options) -> Tensor:
-    """grpo_loss of the logps of ids, options as there                         (B, T, V), (B, T) x2, (B, T) or (B, 1), (B, T) -> ()"""
+    """grpo_loss of the logps of ids, options as there                  (B, T, V), (B, T) x2, (B, T) or (B, 1), (B, T) -> ()"""
     return grpo_loss(logps_from_logits(logits, ids, temperature)["logp"], logp_old, advantages, mask, **options)
 
 
@@ -1814,10 +1814,12 @@ def routed(d: Draw, garbage: float = 0.0) -> dict:
     outcomes[2, 0], outcomes[3] = 1, 1
     while True:
         mask = torch.arange(length) < d.whole(2, length + 1, 4 * size, 1)
+        mask[:size, :-1] = True
         opd, entropy = d.normal(4 * size, length), d.normal(4 * size, length).abs()
         live = mask & (torch.arange(4 * size) < size)[:, None]
         if token_scores(entropy, opd.abs(), live)[live].sort().values.diff().min() > 3e-4:
             break
+    entropy[size:] *= 8                 # a scaling that other groups enter then selects other tokens
     return {"outcomes": outcomes, "advantages": d.normal(4, size), "advantages_opd": opd.masked_fill(~mask, garbage),
             "entropy": entropy.masked_fill(~mask, garbage), "mask": mask,
             "confidence": torch.tensor([0.625, 0.0, 0.5, 0.75], dtype=torch.float64), "opd_coef": 0.3}
@@ -1885,7 +1887,8 @@ SPEC: dict[str, Spec] = {
     "token_entropy": Spec(token_entropy, "logits", "logits", _ONE_CANNOT, (_WARM,)),
     "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", _ONE_CANNOT, (_WARM,)),
     # layer 2: one number a token, with dterms/dlogp or dterms/dlogits
-    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp", _PLAIN | batches("one advantage a row", "exactly at the clip", "far"),
+    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp",
+                         batches("plain", "one advantage a row", "exactly at the clip", "far"),
                          _CLIP + ({"ratio_level": "sequence", "mask": ...},)),
     "kl_terms": Spec(kl_terms, "logp logp_ref", "logp", _PLAIN,
                      tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))),
@@ -1911,7 +1914,8 @@ SPEC: dict[str, Spec] = {
         name: (d.normal(), token_weights(d.mask(), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
     # layer 4: end to end
     "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits",
-                                  _MASKED | batches("one advantage a row", "NaN and one advantage", "exactly at the clip"), (_WARM,) + _HOW),
+                                  _MASKED | batches("one advantage a row", "NaN and one advantage", "exactly at the clip"),
+                                  (_WARM,) + _HOW),
     "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, (_WARM,) + _HOW),
     "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits",
                                  batches("plain", "empty row"), (_WARM, _SHARE)),

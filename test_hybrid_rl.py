@@ -1150,8 +1150,8 @@ def opd_advantages_centred(logp, logp_teacher):
 
 @near_miss("opd_loss", "A is not detached: its own gradient adds to that of the ratio: miles#2362")
 def opd_not_detached(logp, logp_teacher, mask, logp_old=None):
-    rho = (logp - (logp.detach() if logp_old is None else logp_old)).exp()
-    terms = (-rho * (logp_teacher - logp)).masked_fill(~mask, 0.0)
+    logp, old, logp_teacher = (x.masked_fill(~mask, 0.0) for x in (logp, logp.detach() if logp_old is None else logp_old, logp_teacher))
+    terms = -(logp - old).exp() * (logp_teacher - logp)
     return (terms.sum(1) / mask.sum(1).clamp(min=1)).sum() / mask.any(1).sum().clamp(min=1)
 
 
@@ -1161,42 +1161,47 @@ def opd_mean_log_ratio(logp, logp_teacher, mask):
     return (terms.sum(1) / mask.sum(1).clamp(min=1)).sum() / mask.any(1).sum().clamp(min=1)
 
 
+def two_logs(student_logits, teacher_logits, temperature):
+    """Log-probs of both, with a large negative number for -inf, so that a near miss is wrong in one respect and no other"""
+    return [(z / temperature).log_softmax(-1).masked_fill(z == -INF, -1e4) for z in (student_logits, teacher_logits.detach())]
+
+
 @near_miss("reverse_kl", "the directions exchanged: trl#3043")
 def reverse_kl_exchanged(student_logits, teacher_logits, temperature=1.0):
-    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    s, t = two_logs(student_logits, teacher_logits, temperature)
     return (t.exp() * (t - s)).sum(-1)
 
 
 @near_miss("reverse_kl", "the weights p_S are detached: in expectation k1, whose gradient teaches nothing")
 def reverse_kl_detached_weights(student_logits, teacher_logits, temperature=1.0):
-    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    s, t = two_logs(student_logits, teacher_logits, temperature)
     return (s.exp().detach() * (s - t)).sum(-1)
 
 
 @near_miss("forward_kl", "the cross-entropy: the same gradient, but the teacher's entropy is left in the value")
 def forward_kl_as_cross_entropy(student_logits, teacher_logits, temperature=1.0):
-    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    s, t = two_logs(student_logits, teacher_logits, temperature)
     return -(t.exp() * s).sum(-1)
 
 
 @near_miss("forward_kl", "multiplied by the temperature squared, as Hinton's soft targets, although nothing says so here", "temperature")
 def forward_kl_times_t_squared(student_logits, teacher_logits, temperature=1.0):
-    s, t = (student_logits / temperature).log_softmax(-1), (teacher_logits.detach() / temperature).log_softmax(-1)
+    s, t = two_logs(student_logits, teacher_logits, temperature)
     return temperature ** 2 * (t.exp() * (t - s)).sum(-1)
 
 
 @near_miss("generalized_jsd", "the weights of the mixture and of the sum are crossed: ms-swift#10078")
 def jsd_crossed(student_logits, teacher_logits, teacher_share=0.5, temperature=1.0):
-    s, t = (student_logits / temperature).softmax(-1), (teacher_logits.detach() / temperature).softmax(-1)
-    m = (1 - teacher_share) * t + teacher_share * s
-    return teacher_share * (t * (t / m).log()).sum(-1) + (1 - teacher_share) * (s * (s / m).log()).sum(-1)
+    s, t = two_logs(student_logits, teacher_logits, temperature)
+    m = ((1 - teacher_share) * t.exp() + teacher_share * s.exp()).clamp(min=1e-30).log()
+    return teacher_share * (t.exp() * (t - m)).sum(-1) + (1 - teacher_share) * (s.exp() * (s - m)).sum(-1)
 
 
 @near_miss("generalized_jsd", "the halves weigh 1/2 each whatever the mixture's share is")
 def jsd_with_equal_halves(student_logits, teacher_logits, teacher_share=0.5, temperature=1.0):
-    s, t = (student_logits / temperature).softmax(-1), (teacher_logits.detach() / temperature).softmax(-1)
-    m = teacher_share * t + (1 - teacher_share) * s
-    return ((t * (t / m).log()).sum(-1) + (s * (s / m).log()).sum(-1)) / 2
+    s, t = two_logs(student_logits, teacher_logits, temperature)
+    m = (teacher_share * t.exp() + (1 - teacher_share) * s.exp()).clamp(min=1e-30).log()
+    return ((t.exp() * (t - m)).sum(-1) + (s.exp() * (s - m)).sum(-1)) / 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1530,7 +1535,7 @@ def scores_as_and(entropy, divergence, mask):
 @near_miss("token_scores", "scaled in each completion by itself")
 def scores_by_row(entropy, divergence, mask):
     rows = [[x[b:b + 1] for x in (entropy, divergence, mask)] for b in range(len(mask))]
-    return torch.cat([scaled_or(*row, lambda h, d: h + d - h * d) if row[2].any() else 0 * row[0] for row in rows])
+    return torch.cat([scaled_or(*row, lambda h, d: h + d - h * d) if row[2].any() else torch.zeros_like(row[0]) for row in rows])
 
 
 def select_counted(scores, mask, counts):
@@ -1561,6 +1566,7 @@ def select_over_the_batch(scores, mask, share=50.0):
 
 def rstg_wrong(outcomes, advantages, advantages_opd, entropy, mask, confidence, opd_coef, select_share, change):
     """RSTG from its equations with one change; the test of the right one is twin_rstg."""
+    advantages_opd, entropy = (x.masked_fill(~mask, 0.0) for x in (advantages_opd, entropy))
     if change == "every zero-variance group":
         outcomes = outcomes * (outcomes.amin(1, keepdim=True) < 1)
     d = advantages_opd if change == "signed" else advantages_opd.abs()
@@ -2407,7 +2413,7 @@ def soft_gate_inside(cosine, max_share=0.5, sharpness=1.0):
     return (max_share * sharpness * cosine).sigmoid()
 
 
-def m3_wrong(of_d, of_r, unit=lambda x: x / x.norm(dim=-1, keepdim=True)):
+def m3_wrong(of_d, of_r, unit=lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-6)):
     """M3 with the shares of_d(alpha) and of_r(alpha)"""
     return lambda d, r, gate, eps=1e-6: of_d(gate[..., None]) * unit(d) + of_r(gate[..., None]) * unit(r)
 
@@ -2440,7 +2446,7 @@ def residual_terms_unfilled(logits, residual):
 
 @near_miss("residual_terms", "the residual is not detached: gradients flow through gates and norms", "plain")
 def residual_terms_attached(logits, residual):
-    return (logits * residual).sum(-1)
+    return (logits.masked_fill(logits == -INF, 0.0) * residual).sum(-1)
 
 
 @near_miss("residual_terms", "the probabilities instead of the logits: a second softmax Jacobian")
@@ -2450,7 +2456,7 @@ def residual_terms_of_probabilities(logits, residual):
 
 @near_miss("residual_terms", "the mean over the vocabulary: the step shrinks with the tokenizer")
 def residual_terms_as_mean(logits, residual):
-    return (logits * residual.detach()).mean(-1)
+    return (logits.masked_fill(logits == -INF, 0.0) * residual.detach()).mean(-1)
 
 
 @near_miss("gradient_geometry", "kappa upside down: drowning reads as harmony")
