@@ -887,10 +887,11 @@ def grpo_by_product(logp, logp_old, advantages, mask, *, clip_low=0.2, clip_high
 
 
 @near_miss("grpo_loss", "the log-ratio is clamped at 20: the value looks safe, the gradient of a far token is 0: verl's own clamp")
-def grpo_with_clamped_ratio(logp, logp_old, advantages, mask, *, clip_low=0.2, clip_high=0.2, dual_clip=None):
+def grpo_with_clamped_ratio(logp, logp_old, advantages, mask, *, clip_low=0.2, clip_high=0.2, dual_clip=None, how=HOWS[0],
+                            length=None, empty_rows="skip"):
     clip = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     terms_of = lambda p, old, a, **c: H.policy_terms((p - old).clamp(-20, 20), 0 * old, a, **c)
-    return grpo_summed(logp, logp_old, advantages, mask, H.token_weights(mask, HOWS[0]), clip, terms_of)
+    return grpo_summed(logp, logp_old, advantages, mask, H.token_weights(mask, how, length, empty_rows), clip, terms_of)
 
 
 @near_miss("grpo_loss", "-A log p: on-policy the same gradient, off-policy without ratio and clip")
