@@ -36,6 +36,10 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
+import importlib.util
+import inspect
+import itertools
 import json
 import math
 import os
@@ -1678,6 +1682,753 @@ def train(config: Config) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# 13  The oracle.  Is another implementation right, in value and in gradient, and if not: what is its mistake?
+# ---------------------------------------------------------------------------------------------------------------------
+#
+# gold = the reference in float64, plain = the same reference in the candidate's dtype, both on inputs rounded to that dtype.
+# A candidate may lose twice what the plain formula loses, and four roundings of a typical number:
+#
+#     |candidate - gold|  <=  2 max |plain - gold| + 4 eps scale,     scale = max |gold|, and mean |term| for a loss
+#
+# separately for every output and every gradient.  Where that allows more than a tenth of the scale there is no verdict.
+
+# Four layers to enter at.  1: logits, or hidden (B, T, D) and weight (V, D), to logp, lse and entropy.  2: logp to terms.
+# 3: terms to a scalar (weighted_sum is the part of one micro-batch).  4: end to end, the names with _from_ below.
+
+
+def logps_from_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
+    """{logp, lse, entropy}, lse = log sum_v exp(z_v / temperature)                   (B, T, V), (B, T) -> (B, T) each
+
+    Aligned: logits[:, t] predict ids[:, t], here and in the other _from_ functions; token_logps shifts.
+    """
+    z = upcast(logits) / temperature
+    logp = z.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+    return {"logp": logp, "lse": z.logsumexp(dim=-1), "entropy": token_entropy(logits, temperature)}
+
+
+def grpo_loss_from_logits(logits, ids, logp_old, advantages, mask, *, temperature: float = 1.0, **options) -> Tensor:
+    """grpo_loss of the logps of ids, options as there                  (B, T, V), (B, T) x2, (B, T) or (B, 1), (B, T) -> ()"""
+    return grpo_loss(logps_from_logits(logits, ids, temperature)["logp"], logp_old, advantages, mask, **options)
+
+
+def opd_loss_from_logits(logits, ids, logp_teacher, mask, *, temperature: float = 1.0, **options) -> Tensor:
+    """opd_loss of the logps of ids, options as there                                                (B, T, V), (B, T) x3 -> ()"""
+    return opd_loss(logps_from_logits(logits, ids, temperature)["logp"], logp_teacher, mask, **options)
+
+
+def jsd_loss_from_logits(student_logits, teacher_logits, mask, *, teacher_share: float = 0.5, temperature: float = 1.0,
+                         how: str = "token_mean", **options) -> Tensor:
+    """aggregate of generalized_jsd, the mean over tokens as GKD unless told otherwise               (B, T, V) x2, (B, T) -> ()"""
+    return aggregate(generalized_jsd(student_logits, teacher_logits, teacher_share, temperature), mask, how, **options)
+
+
+def from_hidden(function: Callable) -> Callable:
+    """The same function of hidden (B, T, D) and weight (V, D) in place of logits = hidden weight^T (B, T, V)."""
+    return lambda hidden, weight, *others, **options: function(upcast(hidden) @ upcast(weight).T, *others, **options)
+
+
+logps_from_hidden, grpo_loss_from_hidden = from_hidden(logps_from_logits), from_hidden(grpo_loss_from_logits)
+opd_loss_from_hidden, jsd_loss_from_hidden = from_hidden(opd_loss_from_logits), from_hidden(jsd_loss_from_logits)
+
+
+class Draw:
+    """Random numbers in float64, the same for the same seed; sizes vary with the seed."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows, self.length, self.vocab = (int(self.whole(low, high)) for low, high in ((6, 10), (6, 10), (9, 16)))
+
+    def whole(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape or (self.rows, self.length), generator=self.generator, dtype=torch.float64)
+
+    def mask(self, second: int = 3, left: bool = False) -> Tensor:
+        """(B, T): a full row, one of `second` tokens, others of 3 and more; padded on the right or on the left"""
+        lengths = self.whole(3, self.length + 1, self.rows, 1)
+        lengths[:2, 0] = torch.tensor([self.length, second])
+        mask = torch.arange(self.length) < lengths
+        return mask.flip(1) if left else mask
+
+    def log_ratio(self) -> Tensor:
+        """On both sides of every clip that a case uses and never within 0.02 of one: at a kink rounding would choose the side."""
+        centres = torch.tensor([-0.6, -0.1, 0.05, 0.3, 0.6, 1.5], dtype=torch.float64)
+        return centres[self.whole(0, 6, self.rows, self.length)] + 0.03 * self.normal().sin()
+
+
+def batch(d: Draw, garbage: float | None = None, second: int = 3, left: bool = False, apart: float | None = None,
+          teacher: float | None = None, impossible: str = "", copy: bool = False, each_row: float | None = None,
+          **keywords) -> dict:
+    """Every input that a loss or a residual can take, all of one batch; a Spec picks those that it names.
+
+    garbage fills the padding; second is the length of the second row; apart is |logp - logp_old| everywhere; teacher is its logp
+    at every third token; impossible says who gives two tokens -inf; copy makes the teacher the student; each_row scales one
+    advantage a row, (B, 1).
+    """
+    mask, ids = d.mask(second, left), d.whole(2, d.vocab, d.rows, d.length)
+    hidden, weight = d.normal(d.rows, d.length, 16).tanh(), 0.4 * d.normal(d.vocab, 16).tanh()
+    level = lambda z: z - z.logsumexp(dim=-1, keepdim=True) + 1                 # so that every way to a log-softmax rounds alike
+    never = lambda z, who: z.masked_fill(torch.arange(d.vocab) < 2, -torch.inf) if impossible in (who, "both") else z
+    logits = never(level(hidden @ weight.T), "student")
+    teacher_logits = never(logits if copy else level(4 * d.normal(*logits.shape).tanh()), "teacher")
+    logp = logps_from_logits(logits, ids)["logp"]
+    tokens = {"logp": logp, "logp_old": logp - (d.log_ratio() if apart is None else apart * d.normal().sign()),
+              "logp_ref": logp + 0.7 * d.normal(), "logp_teacher": -d.normal().abs() - 0.05, "terms": d.normal(),
+              "advantages": d.normal(), "entropy": d.normal().abs(), "divergence": d.normal().abs()}
+    if teacher is not None:
+        tokens["logp_teacher"][:, ::3] = teacher
+    if garbage is not None:
+        tokens = {name: x.masked_fill(~mask, garbage) for name, x in tokens.items()}
+    if each_row is not None:
+        tokens["advantages"] = each_row * d.normal(d.rows, 1)
+    grad_r, residual_d = d.normal(500), distillation_residual(logits, teacher_logits)
+    return tokens | keywords | {
+        "mask": mask, "weights": token_weights(mask, "seq_mean_token_mean"), "how": "seq_mean_token_mean", "ids": ids,
+        "hidden": hidden, "weight": weight, "logits": logits, "student_logits": logits, "teacher_logits": teacher_logits,
+        "k_dr": d.normal(),
+        "residual": d.normal(*logits.shape), "residual_d": residual_d, "residual_r": d.normal(*logits.shape),
+        "cosine": d.normal().tanh(), "gate": d.normal().sigmoid() / 2, "grad_r": grad_r, "grad_d": d.normal(500) - grad_r}
+
+
+# CHOICE: a ratio exactly at its clip still moves.  test_exactly_at_the_clip_the_gradient_is_whole
+BATCHES: dict[str, dict] = {            # case: options of batch, and keywords of the function
+    "plain": {}, "one-token row": {"second": 1}, "empty row": {"second": 0},
+    "empty row counted": {"second": 0, "empty_rows": "count"}, "NaN on the right": {"garbage": math.nan},
+    "NaN on the left": {"garbage": math.nan, "left": True, "second": 0}, "-inf on the right": {"garbage": -math.inf},
+    "one advantage a row": {"each_row": 1.0}, "NaN and one advantage": {"each_row": 1.0, "garbage": math.nan},
+    "no advantage": {"each_row": 0.0},
+    "exactly at the clip": {"apart": 0.0, "clip_low": 0.0, "clip_high": 0.0}, "far": {"apart": 25.0},
+    "sure teacher": {"teacher": 0.0}, "teacher that cannot": {"teacher": -math.inf}, "both cannot": {"impossible": "both"},
+    "teacher cannot": {"impossible": "teacher"}, "student cannot": {"impossible": "student"}, "copied teacher": {"copy": True}}
+
+
+def batches(*labels: str) -> dict[str, Callable[[Draw], dict]]:
+    return {label: lambda d, options=BATCHES[label]: batch(d, **options) for label in labels}
+
+
+def routed(d: Draw, garbage: float = 0.0) -> dict:
+    """Four groups: all wrong, all wrong and no right teacher, mixed, all right; token scores kept apart by more than 3e-4"""
+    size, length = int(d.whole(2, 5)), d.length + 3
+    outcomes = torch.zeros(4, size, dtype=torch.float64)
+    outcomes[2, 0], outcomes[3] = 1, 1
+    while True:
+        mask = torch.arange(length) < d.whole(2, length + 1, 4 * size, 1)
+        mask[:size, :-1] = True
+        opd, entropy = d.normal(4 * size, length), d.normal(4 * size, length).abs()
+        live = mask & (torch.arange(4 * size) < size)[:, None]
+        if token_scores(entropy, opd.abs(), live)[live].sort().values.diff().min() > 3e-4:
+            break
+    entropy[size:] *= 8                 # a scaling that other groups enter then selects other tokens
+    return {"outcomes": outcomes, "advantages": d.normal(4, size), "advantages_opd": opd.masked_fill(~mask, garbage),
+            "entropy": entropy.masked_fill(~mask, garbage), "mask": mask,
+            "confidence": torch.tensor([0.625, 0.0, 0.5, 0.75], dtype=torch.float64), "opd_coef": 0.3}
+
+
+def rewards(d: Draw, size: int = 0, equal: bool = False, binary: bool = False) -> dict:
+    """Three groups of 2 to 16; equal: the last two hold 0.2 alone; binary: 0 and 1, the last group all 0"""
+    r = d.normal(3, size or int(d.whole(3, 17)))
+    r = (r > 0).double() if binary else r
+    r[:, 0], r[:, 1] = 0.0, 1.0
+    r[1 if equal else 2 if binary else 3:] = 0.2 * equal
+    return {"rewards": r}
+
+
+def distinct(d: Draw, tokens: int = 0) -> dict:
+    """Scores that no rounding can bring to a tie: eighths in random order; NaN in the padding"""
+    mask = d.mask(1) if not tokens else torch.ones(2, tokens, dtype=torch.bool)
+    order = torch.stack([torch.randperm(mask.shape[1], generator=d.generator) for _ in mask])
+    return {"scores": (order / 8).double().masked_fill(~mask, math.nan), "mask": mask}
+
+
+def sampled_ids(d: Draw, eos: int | tuple = 2) -> dict:
+    """Ids 2..8, of which 2 (and 3) end a row: the pad id is the eos too"""
+    return {"completion_ids": d.whole(2, 9, 6, 8), "eos_ids": eos}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A function's reference, its inputs by position, which of their gradients count, its cases, and its keywords.
+
+    A keyword row is tried on the first case; `...` in it stands for the batch's own tensor of that name.
+    """
+
+    reference: Callable
+    inputs: str
+    gradients: str
+    cases: dict[str, Callable[[Draw], dict]]
+    keywords: tuple[dict, ...] = ()
+
+
+def changed(name: str, change: Callable[[Tensor, Draw], Tensor]) -> Callable[[Draw], dict]:
+    """The plain batch with one input changed"""
+    return lambda d: (lambda made: made | {name: change(made[name], d)})(batch(d))
+
+
+_WARM, _SHARE, _HALF = {"temperature": 2.0}, {"teacher_share": 0.2}, {"max_share": 0.15}
+_HOW = ({"how": "token_mean"}, {"how": "seq_mean_token_sum_norm", "length": 12})
+_CLIP = ({"clip_high": 0.45}, {"clip_low": 0.5}, {"dual_clip": 1.5})
+_KL = ({"logp_ref": ..., "kl_coef": 0.3}, {"logp_ref": ..., "kl_coef": 0.3, "kl_kind": "k1", "kl_gradient": "ratio"})
+_MASKED = batches("plain", "one-token row", "empty row", "empty row counted", "NaN on the right", "NaN on the left",
+                  "-inf on the right")
+_GRPO = batches("one advantage a row", "NaN and one advantage", "no advantage", "exactly at the clip", "far")
+_OPD = batches("plain", "one-token row", "empty row", "NaN on the right", "NaN on the left", "-inf on the right", "sure teacher")
+_PLAIN, _PAIR = batches("plain"), batches("plain", "both cannot", "copied teacher")
+_ONE_CANNOT, _ENDS = batches("plain", "student cannot"), {"one eos": sampled_ids, "two eos": lambda d: sampled_ids(d, (2, 3))}
+_GROUPS = {"plain": rewards, "of two": lambda d: rewards(d, 2), "of sixteen": lambda d: rewards(d, 16),
+           "binary": lambda d: rewards(d, binary=True), "equal groups": lambda d: rewards(d, equal=True),
+           "all equal": lambda d: {"rewards": torch.full((1, 8), 0.2, dtype=torch.float64)},
+           "one apart": lambda d: {"rewards": 0.35 + 0.6 * torch.eye(3, 8, dtype=torch.float64)}}
+_SCHEDULE = {"start": 5.0, "slope": 0.05, "floor": 1.0}
+
+SPEC: dict[str, Spec] = {
+    # layer 1: logits, or hidden and weight (below), to logp, lse, entropy
+    "token_logps": Spec(token_logps, "logits ids", "logits", _ONE_CANNOT, (_WARM,)),
+    "token_entropy": Spec(token_entropy, "logits", "logits", _ONE_CANNOT, (_WARM,)),
+    "logps_from_logits": Spec(logps_from_logits, "logits ids", "logits", _ONE_CANNOT, (_WARM,)),
+    # layer 2: one number a token, with dterms/dlogp or dterms/dlogits
+    "policy_terms": Spec(policy_terms, "logp logp_old advantages", "logp",
+                         batches("plain", "one advantage a row", "exactly at the clip", "far"),
+                         _CLIP + ({"ratio_level": "sequence", "mask": ...},)),
+    "kl_terms": Spec(kl_terms, "logp logp_ref", "logp", _PLAIN,
+                     tuple({"kind": k, "gradient": g} for k in ("k3", "k1", "k2") for g in ("estimator", "ratio"))),
+    "opd_advantages": Spec(opd_advantages, "logp logp_teacher", "logp", batches("plain", "sure teacher", "teacher that cannot")),
+    "reverse_kl": Spec(reverse_kl, "student_logits teacher_logits", "student_logits",
+                       _PAIR | batches("student cannot"), (_WARM,)),
+    "forward_kl": Spec(forward_kl, "student_logits teacher_logits", "student_logits",
+                       _PAIR | batches("teacher cannot"), (_WARM,)),
+    "generalized_jsd": Spec(generalized_jsd, "student_logits teacher_logits", "student_logits",
+                            _PAIR | batches("student cannot", "teacher cannot"), (_WARM, _SHARE)),
+    "residual_terms": Spec(residual_terms, "logits residual", "logits residual", _ONE_CANNOT),
+    # layer 3: terms to a scalar
+    "token_weights": Spec(token_weights, "mask how", "", batches("plain", "empty row", "empty row counted"), _HOW),
+    "weighted_sum": Spec(lambda *given: weighted_sum(*given), "terms weights", "terms",
+                         batches("plain", "empty row", "NaN on the right", "-inf on the right")
+                         | {"a micro-batch": lambda d: {k: x[1:3] for k, x in batch(d).items() if k in ("terms", "weights")}}),
+    "aggregate": Spec(aggregate, "terms mask how", "terms", _MASKED, _HOW),
+    "grpo_loss": Spec(grpo_loss, "logp logp_old advantages mask", "logp", _MASKED | _GRPO,
+                      _HOW + _CLIP + ({"ratio_level": "sequence"},) + _KL),
+    "opd_loss": Spec(opd_loss, "logp logp_teacher mask", "logp", _OPD, _HOW + ({"logp_old": ...},)),
+    "sft_loss": Spec(sft_loss, "logp mask", "logp", _MASKED, _HOW),
+    "hybrid_loss": Spec(hybrid_loss, "streams", "streams", {"plain": lambda d: {"streams": {
+        name: (d.normal(), token_weights(d.mask(), "token_mean")) for name in ("reward", "distillation", "imitation")}}}),
+    # layer 4: end to end
+    "grpo_loss_from_logits": Spec(grpo_loss_from_logits, "logits ids logp_old advantages mask", "logits",
+                                  _MASKED | batches("one advantage a row", "NaN and one advantage", "exactly at the clip"),
+                                  (_WARM,) + _HOW),
+    "opd_loss_from_logits": Spec(opd_loss_from_logits, "logits ids logp_teacher mask", "logits", _OPD, (_WARM,) + _HOW),
+    "jsd_loss_from_logits": Spec(jsd_loss_from_logits, "student_logits teacher_logits mask", "student_logits",
+                                 batches("plain", "empty row"), (_WARM, _SHARE)),
+    # what has no gradient
+    "action_mask": Spec(action_mask, "completion_ids eos_ids", "", _ENDS),
+    "truncated": Spec(truncated, "completion_ids eos_ids", "", _ENDS),
+    "group_advantages": Spec(group_advantages, "rewards", "", _GROUPS, (
+        {"ddof": 1}, {"eps": 0.1}, {"scale": "batch_std"}, {"scale": "none"}, {"baseline": "leave_one_out"})),
+    "route_groups": Spec(route_groups, "outcomes", "", {"plain": lambda d: {"outcomes": routed(d)["outcomes"]}}),
+    "teacher_confidence": Spec(teacher_confidence, "outcomes", "",
+                               {"plain": lambda d: {"outcomes": (d.normal(5, 8) > 0.6).double()}}),
+    "token_scores": Spec(token_scores, "entropy divergence mask", "",
+                         batches("plain", "empty row", "NaN on the right", "NaN on the left")),
+    "select_tokens": Spec(select_tokens, "scores mask", "",
+                          {"plain": distinct, "7 % of a hundred": lambda d: distinct(d, 100) | {"share": 7}},
+                          ({"share": 30}, {"share": 20}, {"share": 100})),
+    "rstg_advantages": Spec(rstg_advantages, "outcomes advantages advantages_opd entropy mask confidence", "",
+                            {"plain": routed, "NaN on the right": lambda d: routed(d, math.nan)},
+                            ({"select_share": 20}, {"select_share": 100})),
+    "anneal": Spec(anneal, "step start slope floor", "", {
+        "early": lambda d: _SCHEDULE | {"step": 3}, "late": lambda d: _SCHEDULE | {"step": 200}}),
+    "listening": Spec(listening, "outcomes where", "", {
+        where: lambda d, where=where: {"outcomes": routed(d)["outcomes"], "where": where}
+        for where in ("all", "failed", "negative")}),
+    "reward_residual": Spec(reward_residual, "logits ids advantages", "", _ONE_CANNOT | batches("one advantage a row")),
+    "distillation_residual": Spec(distillation_residual, "student_logits teacher_logits", "", _PAIR,
+                                  ({"kind": "reverse_kl"}, {"kind": "jsd", "teacher_share": 0.2}, {"clip": 0.25})),
+    "unit_residual": Spec(unit_residual, "residual", "", _PLAIN | {
+        "zero": changed("residual", lambda x, d: x * (d.normal() > 0)[..., None]),
+        "small": changed("residual", lambda x, d: 1e-6 * x)}, ({"eps": 0.1},)),
+    "cross_signal_ntk": Spec(cross_signal_ntk, "residual_d residual_r", "", _PLAIN),
+    "select_gate": Spec(select_gate, "k_dr", "", _PLAIN | {"silent": changed("k_dr", lambda x, d: x * (d.normal() > 0))},
+                        (_HALF,)),
+    "soft_gate": Spec(soft_gate, "cosine", "", _PLAIN, (_HALF, {"sharpness": 4.0})),
+    "m3_residual": Spec(m3_residual, "residual_d residual_r gate", "", batches("plain", "copied teacher"), ({"eps": 0.1},)),
+    "gradient_geometry": Spec(gradient_geometry, "grad_r grad_d", "", _PLAIN | {"zero": changed("grad_r", lambda x, d: 0 * x)}),
+    "pcgrad": Spec(pcgrad, "grad_r grad_d", "", {"conflict": batch, "agree": changed("grad_r", lambda x, d: -x)}),
+    "conflict_rate": Spec(conflict_rate, "k_dr mask", "", {"plain": changed("k_dr", lambda x, d: x * (d.normal() > -0.5))}),
+    "drowning_threshold": Spec(drowning_threshold, "kappa share", "",
+                               {"plain": lambda d: {"kappa": d.normal(7).exp(), "share": 0.3}}),
+}
+for _name in ("logps", "grpo_loss", "opd_loss", "jsd_loss"):        # and the same of hidden and weight
+    _row = SPEC[f"{_name}_from_logits"]
+    SPEC[f"{_name}_from_hidden"] = Spec(
+        globals()[f"{_name}_from_hidden"], "hidden weight " + _row.inputs.split(" ", 1)[1], "hidden weight",
+        {label: make for label, make in _row.cases.items() if "cannot" not in label}, _row.keywords)
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Preset = dict[str, dict]                # function: keyword values
+
+# What other libraries compute by default, as keyword values of ours: read from the source of these versions and run beside it
+# (test_installed_libraries_compute_what_their_convention_says; TRL's advantages were read only, since its trainer computes them
+# while it generates).  What no keyword can express stands in the README.
+CONVENTIONS: dict[str, Preset] = {
+    # TRL 1.16.0, GRPOConfig: loss_type dapo, scale_rewards group, max_completion_length 512
+    "trl": {"grpo_loss": {"how": "token_mean"}, "group_advantages": {"ddof": 1, "eps": 1e-4},
+            "jsd_loss_from_logits": {"how": "token_mean"}},
+    "trl-grpo": {"grpo_loss": {"how": "seq_mean_token_mean", "empty_rows": "count"}},
+    "trl-dr_grpo": {"grpo_loss": {"how": "seq_mean_token_sum_norm", "length": 512, "empty_rows": "count"},
+                    "group_advantages": {"scale": "none"}},
+    # verl 0.9.1, ActorConfig: loss_agg_mode token-mean, clip_ratio_c 3.0
+    "verl": {"grpo_loss": {"how": "token_mean", "dual_clip": 3.0}, "group_advantages": {"ddof": 1, "eps": 1e-6},
+             "kl_terms": {"kind": "k3"}},
+    "verl-seq-mean-token-mean": {"grpo_loss": {"how": "seq_mean_token_mean", "dual_clip": 3.0}},
+    # Liger 0.8.5, LigerFusedLinearGRPOLoss and LigerFusedLinearJSDLoss: loss_type dapo
+    "liger": {"grpo_loss_from_hidden": {"how": "token_mean"}, "jsd_loss_from_hidden": {"how": "token_mean"}},
+    "liger-grpo": {"grpo_loss_from_hidden": {"how": "seq_mean_token_mean", "empty_rows": "count"}}}
+
+
+def over_tensors(change: Callable[[Tensor], Tensor], x):
+    """x with every tensor in it changed; x may be a tensor, a dict or tuple of them, or anything else, which stays"""
+    if isinstance(x, dict):
+        return {name: over_tensors(change, value) for name, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(over_tensors(change, value) for value in x)
+    return change(x) if isinstance(x, Tensor) else x
+
+
+def to_dtype(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
+
+
+def evaluate(function: Callable, row: Spec, arguments: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Outputs and gradients of one call, in float64, in order: {"value": ..., "gradient of logp": ...}"""
+    given = over_tensors(to_dtype(dtype), arguments)
+    leaves: dict[str, Tensor] = {}
+    for name in row.gradients.split():
+        number = (lambda: f" {len(leaves)}") if isinstance(given[name], dict) else (lambda: "")
+        over_tensors(lambda x: leaves.setdefault(f"gradient of {name}{number()}", x.requires_grad_()), given[name])
+    result = function(*[given.pop(name) for name in row.inputs.split()], **given)
+    result = result if isinstance(result, dict) else dict(enumerate(result)) if isinstance(result, tuple) else {"": result}
+    values = {f"value {name}".strip(): x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+              for name, x in result.items()}
+    live = [x for x in values.values() if x.requires_grad]
+    cotangents = [(1 + torch.arange(x.numel()) % 7 / 8).view(x.shape).to(x.dtype) for x in live]      # exact in every dtype
+    inputs = list(leaves.values())
+    grads = torch.autograd.grad(live, inputs, cotangents, allow_unused=True) if live and leaves else [None] * len(leaves)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs)]
+    return {stage: x.detach().double() for stage, x in (values | dict(zip(leaves, grads))).items()}
+
+
+def term_size(row: Spec, arguments: dict) -> float:
+    """mean |term| of a loss: the reference once more, with |term| for each term where every loss ends"""
+    plain = weighted_sum
+    globals()["weighted_sum"] = lambda terms, weights: plain(terms.abs(), weights)
+    try:
+        return abs(evaluate(row.reference, dataclasses.replace(row, gradients=""), arguments, torch.float64)["value"].item())
+    finally:
+        globals()["weighted_sum"] = plain
+
+
+def gap(found: Tensor | None, expected: Tensor) -> float:
+    """max |found - expected|; inf where a shape differs, or a non-finite number is not the same one in the same place"""
+    odd = ~expected.isfinite()
+    if found is None or found.shape != expected.shape or not found[~odd].isfinite().all() or not torch.allclose(
+            found[odd], expected[odd], equal_nan=True):
+        return math.inf
+    return (found - expected)[~odd].abs().max().item() if (~odd).any() else 0.0
+
+
+def size_of(x: Tensor) -> float:
+    """The largest finite |x|; 0 where there is none"""
+    return x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
+
+
+def rounding(dtype: str) -> float:
+    """Four roundings of a number of size 1"""
+    return 4 * torch.finfo(DTYPES[dtype]).eps
+
+
+@dataclass
+class Case:
+    """One case: what goes in, what must come out, and how far off each output and gradient may be (None = no verdict)."""
+
+    function: str
+    label: str
+    seed: int
+    dtype: str
+    arguments: dict
+    gold: dict[str, Tensor]
+    allowed: dict[str, float | None]
+    preset: dict = dataclasses.field(default_factory=dict)      # keyword values that only the reference was given
+
+
+def make_case(name: str, label: str, seed: int, dtype: str, preset: dict | None = None) -> Case:
+    """The case `label`, or "label, keyword=value, ...", of a function; with preset, of its reference under these keywords."""
+    row, (label_only, *_) = SPEC[name], label.split(", ")
+    made = row.cases[label_only](Draw(seed))
+    fields = set(batch_fields()) - set(row.inputs.split())
+    keywords = dict(zip(map(keywords_label, row.keywords), row.keywords)).get(label.partition(", ")[2], {})
+    arguments = {k: x for k, x in made.items() if k not in fields} | {k: made[k] if x is ... else x for k, x in keywords.items()}
+    arguments = over_tensors(to_dtype(DTYPES[dtype]), arguments)
+    right = dataclasses.replace(row, reference=functools.partial(row.reference, **(preset or {})))
+    gold, plain = (evaluate(right.reference, row, arguments, kind) for kind in (torch.float64, DTYPES[dtype]))
+    allowed: dict[str, float | None] = {}
+    for stage, x in gold.items():
+        scale = term_size(right, arguments) if stage == "value" and x.ndim == 0 else size_of(x)
+        bound = 2 * gap(plain[stage], x) + rounding(dtype) * scale
+        allowed[stage] = bound if bound <= 0.1 * scale or bound == 0 else None
+    return Case(name, label, seed, dtype, arguments, gold, allowed, preset or {})
+
+
+@functools.cache
+def batch_fields() -> frozenset[str]:
+    return frozenset(batch(Draw(0)))
+
+
+def keywords_label(keywords: dict) -> str:
+    return ", ".join(f"{k}={'given' if x is ... else x}" for k, x in keywords.items())
+
+
+def labels_of(name: str, preset: dict | None = None) -> list[str]:
+    """All cases of a function; under a preset those without keywords of their own"""
+    row = SPEC[name]
+    if preset is not None:
+        return [label for label in row.cases if not BATCHES.get(label, {}).keys() & {"clip_low", "empty_rows"}]
+    return [*row.cases, *(f"{next(iter(row.cases))}, {keywords_label(k)}" for k in row.keywords)]
+
+
+@dataclass
+class Finding:
+    """What came of one function."""
+
+    function: str
+    verdict: str                        # conforms, differs, no verdict, missing, cannot be judged; see check_conformance
+    judged: int = 0                     # outputs and gradients with a verdict, over all cases
+    unjudged: int = 0                   # and without
+    stage: str = ""                     # the first one that differs, or the worst
+    error: float = 0.0
+    allowed: float = 0.0
+    case: str = ""
+    seed: int = 0
+    said: str = ""                      # the mistake, or why there is no verdict
+    lacking: str = ""                   # keywords that the candidate does not take; their cases are not judged
+
+
+def judge(name: str, tried: list[tuple[Case, dict[str, Tensor]]], good: str) -> Finding:
+    """The verdict on what a candidate gave for these cases"""
+    rows = [(gap(found.get(stage), gold), case.allowed[stage], stage, case)
+            for case, found in tried for stage, gold in case.gold.items()]
+    sure = [row for row in rows if row[1] is not None]
+    if not sure:
+        return Finding(name, "no verdict", unjudged=len(rows), said="the plain formula itself is too inaccurate in this dtype")
+    share = lambda row: row[0] / row[1] if row[1] else math.inf if row[0] else 0.0
+    wrong = [row for row in sure if row[0] > row[1]]
+    first = min((list(row[3].gold).index(row[2]) for row in wrong), default=0)  # stages are in order: a value before any gradient
+    worst = max((row for row in wrong or sure if not wrong or list(row[3].gold)[first] == row[2]), key=share)
+    error, allowed, stage, case = worst
+    return Finding(name, "differs" if wrong else good, len(sure), len(rows) - len(sure), stage, error, allowed, case.label,
+                   case.seed, mistake(name, tried) if wrong else "")
+
+
+def spec_file():
+    """test_hybrid_rl.py, which holds the near misses; raises UsageError where it, or pytest and hypothesis, are not there"""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    try:
+        return importlib.import_module("test_hybrid_rl")
+    except ImportError as error:
+        raise UsageError(f"test_hybrid_rl.py, which holds the near misses, cannot be loaded ({error})") from None
+    finally:
+        sys.path.pop(0)
+
+
+def try_candidate(candidate: Callable, cases: Iterable[Case]) -> tuple[list[tuple[Case, dict[str, Tensor]]], set[str]]:
+    """Its outputs and gradients in each case that it takes, and what it does not take
+
+    Not taken: a keyword that is not in its signature, or for which it raises NotImplementedError.  Raises UsageError where it
+    cannot be called with the inputs of SPEC, or raises something else.
+    """
+    # CHOICE: a keyword that is not taken is said, not failed.  test_what_a_candidate_lacks_is_said_and_what_it_has_is_judged
+    tried, lacking = [], set()
+    for case in cases:
+        positional = SPEC[case.function].inputs.split()
+        keywords = {k: 0 for k in case.arguments if k not in positional}
+        try:
+            inspect.signature(candidate).bind(*positional, **keywords)
+        except TypeError as error:
+            if not keywords:
+                raise UsageError(f"wrong signature: it is called with {', '.join(positional)} ({error})") from None
+            lacking |= {k for k in keywords if k not in inspect.signature(candidate).parameters}
+            continue
+        except ValueError:              # a builtin has no signature to read
+            pass
+        try:
+            tried.append((case, evaluate(candidate, SPEC[case.function], case.arguments, DTYPES[case.dtype])))
+        except NotImplementedError:
+            lacking.add(case.label)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise UsageError(f"raises {type(error).__name__} in case {case.label!r}, seed {case.seed}: {first}") from None
+    return tried, lacking
+
+
+def fits(wrong: Callable, tried: list[tuple[Case, dict[str, Tensor]]]) -> bool:
+    """Does a wrong version give what the candidate gave, under the same allowance, in every case that it takes?
+
+    The allowance grows by four roundings of the wrong version's own size; at least one case must tell it from the right one.
+    """
+    telling = False
+    for case, found in tried:
+        try:
+            taken, _ = try_candidate(functools.partial(wrong, **case.preset), [case])
+        except UsageError:              # it breaks down here, where the candidate does not
+            return False
+        for stage, allowed in case.allowed.items() if taken else ():
+            given = taken[0][1].get(stage)
+            if given is None:
+                return False
+            if allowed is not None and gap(found.get(stage), given) > allowed + rounding(case.dtype) * size_of(given):
+                return False
+            telling |= allowed is not None and gap(given, case.gold[stage]) > allowed
+    return telling
+
+
+def mistake(function: str, tried: list[tuple[Case, dict[str, Tensor]]]) -> str:
+    """What a failing candidate does wrong, if exactly one near miss fits"""
+    try:
+        gallery = {name: row for name, row in spec_file().NEAR_MISSES.items() if row[0] == function}
+    except UsageError as error:
+        return f"no name for the mistake: {error}"
+    found = [f"{name}: {line}" for name, (_, wrong, line) in gallery.items() if fits(wrong, tried)]
+    return found[0] if len(found) == 1 else f"{len(found)} of {len(gallery)} known mistakes fit" + "; ".join(["", *found])
+
+
+@dataclass
+class Report:
+    """What came of all functions; `passed` only if each that was to be judged conforms."""
+
+    findings: list[Finding]
+    target: str = "TARGET"
+    options: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0 conforms, 1 differs, 2 cannot be judged"""
+        verdicts = {finding.verdict for finding in self.findings}
+        if "differs" in verdicts:
+            return 1
+        return 2 if not verdicts or verdicts & {"cannot be judged", "no verdict", "missing"} else 0
+
+    @property
+    def passed(self) -> bool:
+        return self.exit_code == 0
+
+    def __str__(self) -> str:
+        width = max(len(f.verdict) for f in self.findings)
+        lines = [f"{'function':24} {'verdict':{width}} {'worst error':>11} {'allowed':>9}  {'of':26} case"]
+        for f in self.findings:
+            line = f"{f.function:24} {f.verdict:{width}} "
+            if f.judged:
+                line += f"{f.error:11.2e} {f.allowed:9.2e}  {f.stage:26} {f.case!r}, seed {f.seed}"
+                line += f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" if f.unjudged else ""
+            line += f"; does not take {f.lacking}" if f.lacking else ""
+            lines.append(line + f.said * (f.verdict != "differs"))
+            if f.verdict == "differs":
+                lines += [f"    {f.said}", f"    again: python hybrid_rl.py check {self.target} --function {f.function} "
+                                           f"--case {f.case!r} --seed {f.seed} --seeds 1{self.options}"]
+        return "\n".join(lines)
+
+
+def known(what: str, word: str, legal: Iterable[str]) -> str:
+    if word not in legal:
+        raise UsageError(f"{what} {word}: must be one of {', '.join(legal)}{did_you_mean(word, legal)}")
+    return word
+
+
+def check_function(name: str, candidate: Callable, dtype: str, seeds: Sequence[int], preset: dict | None,
+                   only: str | None) -> Finding:
+    """One candidate, all its cases (or `only` one)"""
+    labels = labels_of(name, preset)
+    if only is not None and only not in labels:
+        raise UsageError(f"case {only!r}: {name} has {', '.join(map(repr, labels))}")
+    cases = (make_case(name, label, seed, dtype, preset) for seed in seeds for label in labels if only in (None, label))
+    try:
+        tried, lacking = try_candidate(candidate, cases)
+    except UsageError as error:
+        return Finding(name, "cannot be judged", said=str(error))
+    if not tried:
+        return Finding(name, "cannot be judged", said=f"takes no case: lacks {', '.join(sorted(lacking))}")
+    finding = judge(name, tried, "conforms" if dtype == "float32" else "as accurate as the plain formula")
+    return dataclasses.replace(finding, lacking=", ".join(sorted(lacking)))
+
+
+def check_conformance(candidates, *, functions: Sequence[str] | None = None, dtype: torch.dtype = torch.float32,
+                      seeds: Iterable[int] = range(3), conventions: str | Preset | None = None,
+                      case: str | None = None) -> Report:
+    """Judge candidates, a dict {name: callable} or a module, against the functions of SPEC whose names they bear.
+
+    functions: which (default: all that the candidates have); conventions: a key of CONVENTIONS, or {function: keywords}: the
+    reference takes them, the candidate is called without keywords; case: only this one.  bfloat16 and float16 say "as accurate as
+    the plain formula" at best, since algebra is judged in float32.  Raises UsageError for other words, or nothing to judge.
+    """
+    has, seeds = candidates if isinstance(candidates, dict) else vars(candidates), list(seeds)
+    presets = CONVENTIONS[known("convention", conventions, CONVENTIONS)] if isinstance(conventions, str) else conventions
+    word = next((word for word, kind in DTYPES.items() if kind == dtype), None)
+    if word is None:
+        raise UsageError(f"dtype {dtype}: must be one of {', '.join(DTYPES)}; float64 is the yardstick itself")
+    names = [known("function", name, SPEC) for name in functions or [name for name in (presets or SPEC) if name in has]]
+    if not names:
+        raise UsageError(f"nothing to judge: the candidate has none of {', '.join(presets or SPEC)}")
+    preset_of = lambda name: None if presets is None else presets.get(name, {})
+    return Report([check_function(name, has[name], word, seeds, preset_of(name), case) if name in has else
+                   Finding(name, "missing", said="the candidate does not have it") for name in names])
+
+
+FORMAT, SPEC_VERSION = "hybrid_rl vectors 1", "1"
+
+
+def to_json(x):
+    """A tensor as {shape, data}, row-major, NaN and infinities as words; numbers with all their 17 digits; the rest as it is"""
+    number = lambda v: v if not isinstance(v, float) or math.isfinite(v) else str(v)
+    if isinstance(x, Tensor):
+        plain = x.double() if x.is_floating_point() else x.long()
+        return {"shape": list(x.shape), "data": [number(v) for v in plain.flatten().tolist()]}
+    if isinstance(x, dict):
+        return {name: to_json(value) for name, value in x.items()}
+    return [to_json(value) for value in x] if isinstance(x, tuple) else number(x)
+
+
+def export_vectors(path: Path, seeds: Iterable[int] = range(1)) -> int:
+    """Writes every case of SPEC in every dtype as JSON, for implementations in other languages; returns how many.
+
+    inputs are numbers of the dtype; expected holds each output and each gradient of sum_i c_i value_i, c_i = 1 + (i mod 7) / 8,
+    exact to float64; allowed is the largest |difference| that passes, null where nothing is judged.
+    """
+    cases = []
+    for dtype, name, seed in itertools.product(DTYPES, SPEC, seeds):
+        for label in labels_of(name):
+            case = make_case(name, label, seed, dtype)
+            expected = {stage: to_json(x) | {"allowed": case.allowed[stage]} for stage, x in case.gold.items()}
+            cases.append({"id": f"{name} / {label} / {seed} / {dtype}", "function": name, "case": label, "seed": seed,
+                          "dtype": dtype, "inputs": to_json(case.arguments), "expected": expected})
+    write_json(path, {"format": FORMAT, "spec_version": SPEC_VERSION, "cases": cases})
+    return len(cases)
+
+
+def read_json(flag: str, path: str, key: str):
+    """What a file of this format holds under key"""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{flag} {path}: cannot be read as JSON ({str(error).splitlines()[0]})") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT or key not in found:
+        raise UsageError(f"{flag} {path}: needs \"format\": \"{FORMAT}\" and \"{key}\"")
+    return found[key]
+
+
+def from_json(x: dict) -> Tensor:
+    return torch.tensor([float(v) for v in x["data"]], dtype=torch.float64).view(x["shape"])
+
+
+def check_results(results: str, vectors: str) -> Report:
+    """Judges what another language computed: {"format": ..., "results": {id: {stage: {"shape": [...], "data": [...]}}}}"""
+    given, tried = read_json("--results", results, "results"), {}
+    for asked in read_json("--vectors", vectors, "cases"):
+        if asked["id"] not in given:
+            continue
+        try:
+            case = make_case(asked["function"], asked["case"], asked["seed"], asked["dtype"])
+            stale = any(gap(from_json(asked["expected"][stage]), x) > 1e-9 * (1 + size_of(x)) for stage, x in case.gold.items())
+        except (KeyError, IndexError):
+            stale = True
+        if stale:
+            raise UsageError(f"--vectors {vectors}: {asked['id']} is not what this hybrid_rl.py computes; export them again")
+        try:
+            found = {stage: from_json(x) for stage, x in given[asked["id"]].items()}
+        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+            raise UsageError(f"--results {results}: {asked['id']}: needs shape and data for each output ({error})") from None
+        tried.setdefault((asked["function"], asked["dtype"]), []).append((case, found))
+    if not tried:
+        raise UsageError(f"--results {results}: holds none of the cases of {vectors}")
+    return Report([judge(name, rows, "conforms" if dtype == "float32" else "as accurate as the plain formula")
+                   for (name, dtype), rows in tried.items()], f"--results {results} --vectors {vectors}")
+
+
+def load_candidates(target: str, functions: list[str]) -> dict:
+    """TARGET = module, module:name or file.py[:name] to {name: callable}; a single callable takes the one name in --function"""
+    where, _, attribute = target.partition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        else:
+            sys.path.insert(0, os.getcwd())
+            found = importlib.import_module(where)
+        found = getattr(found, attribute) if attribute else found
+    except Exception as error:          # whatever the import raises is theirs: said in one line
+        first = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"{target}: cannot be imported ({type(error).__name__}: {first})") from None
+    if isinstance(found, dict) or not callable(found):
+        return found if isinstance(found, dict) else vars(found)
+    name = functions[0] if len(functions) == 1 else attribute
+    if name not in SPEC:
+        raise UsageError(f"{target}: is one function; say which with --function NAME, one of {', '.join(SPEC)}")
+    return {name: found}
+
+
+def check_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="python hybrid_rl.py check", allow_abbrev=False,
+                           description="Judge another implementation, value and gradient.",
+                           epilog="Exit code 0: all conform; 1: one differs; 2: cannot be judged.  Functions: " + ", ".join(SPEC))
+    flag = parser.add_argument
+    flag("target", nargs="?", metavar="TARGET", help="module, module:name or file.py; what bears a name of SPEC is judged")
+    flag("--function", nargs="+", action="extend", default=[], metavar="NAME", help="only these; a missing one is exit code 2")
+    flag("--dtype", choices=DTYPES, default="float32", help="of the inputs; float32 judges the algebra (default)")
+    flag("--seed", type=number(int), default=0, metavar="N", help="the first seed (default: 0)")
+    flag("--seeds", type=number(int), default=3, metavar="N", help="how many seeds (default: 3)")
+    flag("--case", metavar="NAME", help="only this case")
+    flag("--convention", choices=CONVENTIONS, help="judge as this library computes; the candidate gets no keywords")
+    flag("--results", metavar="FILE", help="instead of TARGET: judge what another language answered to --vectors FILE")
+    flag("--vectors", metavar="FILE", help="written by: python hybrid_rl.py vectors FILE")
+    flag("--self-test", action="store_true", help="judge the judge: honest versions must pass, near misses be caught and named")
+    flag("--trials", type=number(int), default=1000, metavar="N", help="of --self-test (default: 1000)")
+    return parser
+
+
+def check_command(words: list[str]) -> int:
+    """python hybrid_rl.py check ...; returns the exit code"""
+    given = check_parser().parse_args(words)
+    if given.seeds < 1 or given.trials < 1:
+        raise UsageError(f"--seeds {given.seeds}, --trials {given.trials}: must be >= 1")
+    if given.self_test:
+        return spec_file().self_test(given.trials, given.seed)
+    if bool(given.target) == bool(given.results) or bool(given.results) != bool(given.vectors):
+        raise UsageError("check: needs a TARGET (module, module:name or file.py), or --results FILE together with --vectors FILE")
+    if given.results:
+        report = check_results(given.results, given.vectors)
+    else:
+        report = check_conformance(
+            load_candidates(given.target, given.function), functions=given.function or None, dtype=DTYPES[given.dtype],
+            seeds=range(given.seed, given.seed + given.seeds), conventions=given.convention, case=given.case)
+        report.target = given.target
+        report.options = (f" --dtype {given.dtype}" if given.dtype != "float32" else "") + (
+            f" --convention {given.convention}" if given.convention else "")
+    print(report)
+    return report.exit_code
+
+
+def vectors_command(words: list[str]) -> int:
+    """python hybrid_rl.py vectors FILE"""
+    parser = OneLineParser(prog="python hybrid_rl.py vectors", allow_abbrev=False, description=export_vectors.__doc__)
+    parser.add_argument("file", metavar="FILE", help="JSON file to write")
+    try:
+        path = Path(parser.parse_args(words).file)
+        print(f"{export_vectors(path)} cases in {path}")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # 14  Command line.  What was asked for, is it possible, and what came of it?
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -1723,7 +2474,7 @@ class OneLineParser(argparse.ArgumentParser):
         word = message.removeprefix("unrecognized arguments: ").split()[0]
         if message.startswith("unrecognized arguments: "):
             message = (f"{message}{did_you_mean(word, self._option_string_actions)}; --help lists the flags" if word.startswith("-") else
-                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is train (the default)")
+                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is {self.prog.split()[-1]}")
         print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -1757,6 +2508,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["train"]:
         words = words[1:]
     try:
+        if words[:1] in (["check"], ["vectors"]):
+            return {"check": check_command, "vectors": vectors_command}[words[0]](words[1:])
         given = vars(build_parser().parse_args(words))
         if given.get("probe"):
             if "steps" in given:
