@@ -28,7 +28,8 @@ that sampled it, logp_ref, logp_teacher likewise; action_mask (mask for short) =
 right or wrong; route = what a group's outcomes say; `*_terms` = one number a token, before any reduction.
 
 Order: 1 config, 2 masks, sums, log-probs, 3 advantages, 4 GRPO, 5 distillation, 6 imitation, 7 RSTG, 8 M3, 9 the objective,
-where 4-8 meet; then THE LINE: above it pure functions of tensors, below it models, sampling, files, the loop, the command line.
+where 4-8 meet; then THE LINE: above it pure functions of tensors, below it 10 models and sampling, 11 the loop, 13 the oracle,
+which judges other implementations of what is above, 14 the command line.
 `CHOICE:` marks a value that the papers leave open, `DEVIATES:` a knowing departure; each names the test that pins it.
 """
 
