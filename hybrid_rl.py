@@ -44,6 +44,7 @@ import shutil
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -148,7 +149,9 @@ class Config:
 
     method: str = knob("rstg", "what to train with", tuple(METHODS))
     task: str = knob("chain_sum", "toy task", ("chain_sum", "addition"))
-    data: str = knob("", "JSON-lines file with prompt and answer on each line, instead of a toy task")
+    data: str = knob("", "JSON-lines file, prompt (or messages) and answer on each line, instead of a toy task")
+    reward: str = knob("last-number", "who judges --data: last-number, exact, or module:function, a function(completion, answer) -> [0, 1]")
+    system: str = knob("", "system message for the conversations of --data that have none; needs a chat template")
     student: str = knob(str(_TOY / "student"), "model to train: a Hugging Face folder or hub name")
     teacher: str = knob(str(_TOY / "teacher"), "frozen teacher with the same tokenizer: a folder or hub name")
 
@@ -228,6 +231,9 @@ class Config:
         if self.opd_coef_floor > self.opd_coef and self.method in users_of(type(self).__dataclass_fields__["opd_coef"]):
             raise UsageError(f"--opd-coef-floor {self.opd_coef_floor}: lies above --opd-coef {self.opd_coef}, from where it is "
                              "annealed down; for a constant weight give both the same value")
+        for name in ("reward", "system"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default and not self.data:
+                raise UsageError(f"--{name} {getattr(self, name)}: belongs to --data; the toy tasks have their own")
         if self.resume and self.overwrite:
             raise UsageError("--resume --overwrite: choose one, go on from the run in --out or replace it")
 
@@ -964,11 +970,17 @@ def eos_ids_of(model, tokenizer) -> list[int]:
     return sorted(set(found))
 
 
+def encode(tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt with one BOS: a chat template writes its own, and the tokenizer may put a second one before it."""
+    ids, bos = tokenizer(prompt).input_ids, getattr(tokenizer, "bos_token_id", None)
+    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+
 def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperature: float, max_new_tokens: int, micro_batch: int) -> Rollouts:
     """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), with torch's global generator."""
     eos = eos_ids_of(model, tokenizer)
     pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+    encoded = [encode(tokenizer, prompt) for prompt in prompts]
     width = max(map(len, encoded))
     prompt_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device)
     prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device)
@@ -991,9 +1003,15 @@ def texts_of(tokenizer, rollouts: Rollouts) -> list[str]:
 
 
 def rewards_of(task, problems: list, texts: list[str]) -> Tensor:
-    """reward(problem, completion) of each completion                                   -> (N, G) float32"""
+    """reward(problem, completion) of each completion; UsageError where it fails or leaves [0, 1]           -> (N, G) float32"""
     group = len(texts) // len(problems)
-    return torch.tensor([[task.reward(p, text) for text in texts[i * group:(i + 1) * group]] for i, p in enumerate(problems)])
+    try:
+        rewards = torch.tensor([[task.reward(p, text) for text in texts[i * group:(i + 1) * group]] for i, p in enumerate(problems)])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not ((rewards >= 0) & (rewards <= 1)).all():
+        raise UsageError(f"rewards must lie in [0, 1], where 1 is right; the task gave {rewards.min():g} to {rewards.max():g}")
+    return rewards
 
 
 def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
@@ -1022,7 +1040,7 @@ def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
 
 def trajectories_of(pool: dict, tokenizer, prompts: list[str], pad: int, device) -> Rollouts | None:
     """The pool's trajectories of these prompts, one row each; prompts without one are left out; None if no row is left."""
-    found = [(tokenizer(prompt).input_ids, pool[prompt]["trajectory"]) for prompt in prompts if pool[prompt]["trajectory"]]
+    found = [(encode(tokenizer, prompt), pool[prompt]["trajectory"]) for prompt in prompts if pool[prompt]["trajectory"]]
     if not found:
         return None
     p, t = (max(len(pair[i]) for pair in found) for i in (0, 1))
@@ -1102,10 +1120,7 @@ def collect(run: Run, problems: list) -> tuple[Rollouts | None, Tensor]:
     model = run.student if row.rollouts == "student" else run.teacher
     made = rollout(model, run.tokenizer, prompts, config.group_size, temperature=config.temperature,
                    max_new_tokens=config.max_new_tokens, micro_batch=config.micro_batch)
-    rewards = rewards_of(run.task, problems, texts_of(run.tokenizer, made)).to(made.mask.device)
-    if not ((rewards >= 0) & (rewards <= 1)).all():
-        raise ValueError(f"rewards must lie in [0, 1], where 1 is right; the task gave {rewards.min():g} to {rewards.max():g}")
-    return made, rewards
+    return made, rewards_of(run.task, problems, texts_of(run.tokenizer, made)).to(made.mask.device)
 
 
 @dataclass
@@ -1521,16 +1536,29 @@ def load_task(config: Config):
     from toy_tasks import TASKS, Questions
 
     try:
-        return Questions(config.data) if config.data else TASKS[config.task]
+        return Questions(config.data, config.reward) if config.data else TASKS[config.task]
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def check_prompts(config: Config, task, tokenizer, problems: list, *models) -> None:
+    """Every prompt has a token, and with --max-new-tokens it fits the windows of the models."""
+    window = min(getattr(model.config, "max_position_embeddings", None) or math.inf for model in models)
+    for problem in problems:
+        length = len(encode(tokenizer, task.prompt(problem)))
+        if not length:
+            raise UsageError(f"{task.where(problem)}: the tokenizer of --student {config.student} makes no token of the prompt")
+        if length + config.max_new_tokens > window:
+            raise UsageError(f"{task.where(problem)}: its prompt has {length} tokens, with --max-new-tokens {config.max_new_tokens} that is "
+                             f"{length + config.max_new_tokens}, and the model's window is {window}; shorten it, or the completions")
 
 
 def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: list) -> dict:
     """The teacher's samples, from the file of an earlier run if they are of the same teacher, prompts and settings."""
     path = Path(config.teacher_pool or folder / "teacher_pool.json")
     digest = sum(p.detach().double().abs().sum().item() for p in teacher.parameters())
-    key = {"task": task.name, "teacher": digest, "samples": config.teacher_samples, "temperature": config.temperature,
+    prompts = zlib.crc32(repr([(task.prompt(p), p) for p in problems]).encode())
+    key = {"task": task.name, "prompts": prompts, "reward": config.reward, "teacher": digest, "samples": config.teacher_samples, "temperature": config.temperature,
            "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts, "seed": config.seed}
     if path.is_file():
         try:
@@ -1581,11 +1609,13 @@ def prepare(config: Config) -> tuple[Run, Path, int]:
         check_same_tokens(config, tokenizer, other)
     if config.kl_coef:
         reference, _ = load_model("--student", config.student, device)
+    if config.data:
+        try:
+            task.render(tokenizer, config.system)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     problems = task.problems("train", config.train_prompts, config.seed)
-    window = getattr(student.config, "max_position_embeddings", None) or math.inf
-    longest = max(problems, key=lambda p: len(tokenizer(task.prompt(p)).input_ids))
-    if (length := len(tokenizer(task.prompt(longest)).input_ids) + config.max_new_tokens) > window:
-        raise UsageError(f"--max-new-tokens {config.max_new_tokens}: with the longest prompt that is {length} tokens, the model's window is {window}")
+    check_prompts(config, task, tokenizer, task.rows if config.data else problems, *filter(None, (student, teacher)))
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0)
     state = torch.load(checkpoint / "trainer_state.pt", weights_only=True) if checkpoint else {"memory": {}}
     if checkpoint:
