@@ -946,7 +946,7 @@ class InSlices(torch.autograd.Function):
     of all for a vocabulary of 150,000.  So only the logits and their gradient exist whole.  `more` gets no gradient.
     """
 
-    SIZE = 2**21                        # numbers in a slice of the logits
+    SIZE = 10_000_000                   # numbers in a slice, 40 MB: glibc gives a piece above 32 MB back at once, smaller ones leave holes
 
     @staticmethod
     def cut(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
