@@ -1125,7 +1125,7 @@ class Run:
         self.student.eval()             # dropout off in training too: else the ratio of the first update is not 1
         if self.config.gradient_checkpointing:
             from transformers.modeling_layers import GradientCheckpointingLayer
-            self.student.gradient_checkpointing_enable({"use_reentrant": False})
+            self.student.activation_checkpointing_enable({"use_reentrant": False})
             for layer in self.student.modules():        # it works in training mode alone; the dropout inside stays in eval mode
                 layer.training = isinstance(layer, GradientCheckpointingLayer)
         eos = eos_ids_of(self.student, self.tokenizer)

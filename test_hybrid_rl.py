@@ -3607,6 +3607,7 @@ def test_a_broken_checkpoint_is_passed_over_with_one_warning(file, tmp_path, cap
 def test_resume_goes_on_with_the_same_settings_or_more_steps_only(tmp_path, capsys):
     run_small(tmp_path / "run", method="grpo", steps=2, save_every=1, eval_problems=0)
     words = lambda **more: [w for k, v in (SMALL | dict(method="grpo", steps=2, save_every=1, eval_problems=0) | more).items() for w in (H.flag_of(k), str(v))]
+    capsys.readouterr()
     for change, expected in [(dict(lr=0.5), "--lr 0.5: the run in --out"), (dict(seed=3), "has --seed 0"), (dict(method="rstg"), "--method rstg: the run"),
                              (dict(steps=1), "--steps 1: the run in --out")]:
         assert H.main([*words(**change), "--resume", "--out", str(tmp_path / "run")]) == 2
