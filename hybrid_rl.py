@@ -150,8 +150,8 @@ class Config:
     method: str = knob("rstg", "what to train with", tuple(METHODS))
     task: str = knob("chain_sum", "toy task", ("chain_sum", "addition"))
     data: str = knob("", "JSON-lines file, prompt (or messages) and answer on each line, instead of a toy task")
-    reward: str = knob("last-number", "who judges --data: last-number, exact, or module:function, a function(completion, answer) -> [0, 1]")
-    system: str = knob("", "system message for the conversations of --data that have none; needs a chat template")
+    reward: str = knob("last-number", "judge of --data: last-number, exact, or module:function, called with completion and answer")
+    system: str = knob("", "system message for the questions of --data that have none; needs a chat template")
     student: str = knob(str(_TOY / "student"), "model to train: a Hugging Face folder or hub name")
     teacher: str = knob(str(_TOY / "teacher"), "frozen teacher with the same tokenizer: a folder or hub name")
 
@@ -169,7 +169,7 @@ class Config:
     device: str = knob("auto", "where to run; auto takes a GPU if there is one", ("auto", "cpu", "cuda"))
     dtype: str = knob("float32", "of the forward passes; weights and losses stay float32", ("float32", "bfloat16"))
     micro_batch: int = knob(256, "completions in one forward pass; changes memory and speed, not the gradient", ">= 1")
-    gradient_checkpointing: bool = knob(False, "keep a layer's input alone and compute the layer again on the way back: less memory, slower")
+    gradient_checkpointing: bool = knob(False, "compute layers again on the way back: less memory, slower")
 
     advantage_scale: str = knob("group_std", "divisor of an advantage; none = Dr. GRPO", ("group_std", "batch_std", "none"), "reward")
     advantage_ddof: int = knob(0, "std divides by G - ddof; TRL and verl use 1", (0, 1), "reward")
@@ -217,7 +217,7 @@ class Config:
     overwrite: bool = knob(False, "replace a run that is already in --out (a teacher pool there stays)")
     resume: bool = knob(False, "go on from the newest checkpoint in --out")
     # CHOICE: 20 steps in a row.  test_a_run_that_cannot_learn_says_so_once
-    warn_after: int = knob(20, "steps in a row with reward 0, all truncated or no mixed group after which a warning says so; 0 = never", ">= 0")
+    warn_after: int = knob(20, "steps in a row without reward, mixed group or end that bring one warning; 0 = never", ">= 0")
     plot: str = knob("", "PNG to draw reward and group shares to, after the run; needs matplotlib")
 
     def __post_init__(self):
@@ -940,13 +940,13 @@ def completion_logits(model, prompt_ids: Tensor, prompt_mask: Tensor, completion
 
 
 class InSlices(torch.autograd.Function):
-    """what(logits, *more) -> (tensors (B, T), ...), a few positions at a time, and again on the way back     (B, T, V), (B, T, ...)
+    """what(logits, *more), a few positions at a time, and again on the way back     (B, T, V), (B, T, ...) -> (B, T), ...
 
     A log-softmax, an entropy and their gradients are half a dozen tensors of the size of the logits, which are the largest
     of all for a vocabulary of 150,000.  So only the logits and their gradient exist whole.  `more` gets no gradient.
     """
 
-    SIZE = 10_000_000                   # numbers in a slice, 40 MB: glibc gives a piece above 32 MB back at once, smaller ones leave holes
+    SIZE = 10_000_000                   # numbers in a slice, 40 MB: above 32 MB glibc gives a tensor back at once, smaller ones leave holes
 
     @staticmethod
     def cut(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -973,7 +973,7 @@ class InSlices(torch.autograd.Function):
 
 
 def token_values(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """logp of ids, and detached entropy; logits[b,t] predict ids[b,t], where token_logps shifts      (B, T, V), (B, T) -> (B, T) x2"""
+    """logp and (detached) entropy; logits[b,t] predict ids[b,t], where token_logps shifts     (B, T, V), (B, T) -> (B, T) x2"""
     z = upcast(logits) / temperature
     return z.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1), token_entropy(z.detach())
 
@@ -1222,7 +1222,8 @@ def aligned_logits(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Te
     student = run.forward(run.student, batch, index, completion_logits)
     with torch.no_grad():
         teacher = run.forward(run.teacher, batch, index, completion_logits)
-    return student[:, :-1], teacher[:, :-1]
+    width = min(student.shape[-1], teacher.shape[-1])                            # see load_model
+    return student[:, :-1, :width], teacher[:, :-1, :width]
 
 
 def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -1258,8 +1259,9 @@ def m3_stream(config: Config, student: Tensor, residual_d: Tensor, residual_r: T
     return residual_terms(student, m3_residual(residual_d, residual_r, gate)), gate
 
 
-def vocabulary_terms(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor, *kernel: Tensor) -> tuple:
-    """All that takes two whole distributions: logp, entropy, divergence; K_DR in M3 and where it is diagnosed; M3's terms and gate     -> (b, t), ..."""
+def vocabulary_terms(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor,
+                     *kernel: Tensor) -> tuple[Tensor, ...]:
+    """What takes two whole distributions: logp, entropy, divergence; K_DR for M3 or a diagnosis; M3's terms, gate   -> (b, t), ..."""
     row, student, teacher = config.row, upcast(student) / config.temperature, upcast(teacher) / config.temperature
     divergence = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": lambda s, t: generalized_jsd(s, t, config.jsd_share)}
     values = [*token_values(student, ids), divergence[row.distillation](student, teacher)]
@@ -1275,8 +1277,9 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
     cut = lambda x: x[..., index, :int(batch.mask[index].sum(dim=1).max())]
     weights, mask, more = cut(signals.weights), cut(signals.weights) != 0, ()
     if full:
-        known = (cut(batch.completion_ids), cut(signals.reward), mask, *(() if signals.kernel is None else cut(signals.kernel)))
-        logp, entropy, divergence, *more = InSlices.apply(lambda *some: vocabulary_terms(config, *some), *aligned_logits(run, batch, index), *known)
+        logits, kernel = aligned_logits(run, batch, index), () if signals.kernel is None else cut(signals.kernel)
+        logp, entropy, divergence, *more = InSlices.apply(lambda *some: vocabulary_terms(config, *some), *logits,
+                                                          cut(batch.completion_ids), cut(signals.reward), mask, *kernel)
     else:
         logp, entropy = run.forward(run.student, batch, index, run._scored)
     logp = logp.masked_fill(~mask, 0.0)
@@ -1317,7 +1320,7 @@ def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None)
                 found = torch.autograd.grad(weighted_sum(*streams[name]), parameters, retain_graph=True, materialize_grads=True)
                 apart[name] = apart.get(name, 0.0) + torch.cat([g.flatten() for g in found])
         losses |= {name: losses.get(name, 0.0) + weighted_sum(*streams[name]).item() for name in streams if name != "m3"}
-        streams = {"m3": streams["m3"]} if "m3" in streams else {name: (mix.get(name, 1.0) * terms, w) for name, (terms, w) in streams.items()}
+        streams = {name: (mix.get(name, 1.0) * terms, w) for name, (terms, w) in streams.items() if name == "m3" or "m3" not in streams}
         if join not in ("gradnorm", "pcgrad"):
             hybrid_loss(streams).backward()
         del streams                     # and its graph, before the next micro-batch makes one
@@ -1364,7 +1367,8 @@ def look_ahead(run: Run, batch: Rollouts, signals: Signals) -> None:
 
     def pushed(z: Tensor, ids: Tensor, advantages: Tensor, weights: Tensor) -> tuple[Tensor]:
         z = upcast(z) / config.temperature
-        return residual_terms(z, unit_residual(reward_residual(z, ids, advantages).masked_fill((weights == 0)[..., None], 0.0))),
+        residual = reward_residual(z, ids, advantages).masked_fill((weights == 0)[..., None], 0.0)
+        return residual_terms(z, unit_residual(residual)),
 
     for index in run.chunks(batch, (signals.reward != 0).any(dim=1) & signals.live(True)):
         logits = run.forward(run.student, batch, index, completion_logits)[:, :-1]
@@ -1467,13 +1471,13 @@ def warning_of(config: Config, lines: list[dict]) -> str | None:
         return None
     every, why = lambda key, value: all(line[key] == value for line in last), None
     if every("truncated_share", 1.0):
-        why = f"not one completion ended within --max-new-tokens {config.max_new_tokens}: raise it, or the model never learned to say its eos token"
+        why = f"not one completion ended within --max-new-tokens {config.max_new_tokens}: raise it, or teach the model to say its eos"
     elif every("reward_mean", 0.0):
-        why = ("every reward was 0: the questions are too hard for the model (easier ones, a larger --group-size), or the reward does not "
-               "read its way of answering (look at a few completions)")
+        why = ("every reward was 0: the questions are too hard for the model (easier ones, a larger --group-size), or the reward "
+               "does not read its way of answering (look at a few completions)")
     elif config.row.reward and every("mixed_share", 0.0):
-        why = ("no group held right and wrong answers both, so the reward had no gradient: easier questions where all are wrong, harder ones "
-               "where all are right, or a larger --group-size")
+        why = ("no group held right and wrong answers both, so the reward had no gradient: easier questions where all are wrong, "
+               "harder ones where all are right, or a larger --group-size")
     return why and f"warning: for {len(last)} steps {why}"
 
 
@@ -1527,11 +1531,7 @@ def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def load_model(flag: str, name: str, device: str):
-    """(model, tokenizer) of an ordinary Hugging Face folder or hub name, float32 weights
-
-    A vocabulary is often padded to a round number: rows behind the tokenizer's last id are no tokens, and are cut off the logits
-    before any softmax, in scoring and in sampling alike.  The weights keep their shape.
-    """
+    """(model, tokenizer) of an ordinary Hugging Face folder or hub name, float32 weights"""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -1539,7 +1539,7 @@ def load_model(flag: str, name: str, device: str):
         if info["missing_keys"]:
             raise ValueError(f"its files lack {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}")
         tokenizer = AutoTokenizer.from_pretrained(name)
-        width = max(tokenizer.get_vocab().values()) + 1
+        width = max(tokenizer.get_vocab().values()) + 1         # rows behind it pad a vocabulary: no softmax and no sampling sees them
         model.get_output_embeddings().register_forward_hook(lambda _module, _given, logits: logits[..., :width])
         return model.to(device), tokenizer
     except Exception as error:          # safetensors and tokenizers raise kinds of their own
@@ -1574,12 +1574,9 @@ MAY_CHANGE = ("out", "resume", "overwrite", "save_every", "plot", "device", "mic
 
 
 def check_same_run(config: Config, folder: Path) -> None:
-    """--resume goes on with the same run: a setting that would make it another one is refused, more --steps are welcome.
-
-    Where a run was stopped before it wrote anything, it starts from the beginning.
-    """
-    if not (folder / "config.json").exists():
-        if folder.exists() and [p for p in folder.iterdir() if p.name != "teacher_pool.json" and p.suffix != ".tmp"]:
+    """--resume goes on with the same run: a setting that would make it another one is refused, more --steps are welcome."""
+    if not (folder / "config.json").exists():           # stopped before it wrote anything?
+        if folder.exists() and [p for p in folder.iterdir() if p.name not in (".writable", "teacher_pool.json") and p.suffix != ".tmp"]:
             raise UsageError(f"--resume: there is no run in --out {folder}, but other files are")
         print(f"warning: --resume: there is no run in --out {folder} yet; starts from the beginning", file=sys.stderr)
         return
@@ -1631,7 +1628,7 @@ def write_json(path: Path, value) -> None:
 
 def keep_lines(path: Path, count: int) -> list[dict]:
     """Cuts a metrics file to its first lines, since what was logged past the checkpoint happens again; what they say"""
-    kept = path.read_text().splitlines(keepends=True)[:count] if count else []
+    kept = path.read_text().splitlines(keepends=True)[:count] if count and path.exists() else []
     beside = path.with_name(path.name + ".tmp")
     beside.write_text("".join(kept))
     os.replace(beside, path)
@@ -1651,8 +1648,8 @@ def save_model(run: Run, folder: Path, state: dict | None = None) -> None:
         os.replace(beside, folder)
     except Exception as error:          # a full disk is an OSError to some of these libraries and not to others
         shutil.rmtree(beside, ignore_errors=True)
-        raise OSError(f"{folder} cannot be written ({' '.join(str(error).split())[:200]}); what was saved before is intact, make room "
-                      "and go on with --resume") from None
+        raise OSError(f"{folder} cannot be written ({' '.join(str(error).split())[:200]}); what was saved before is intact, "
+                      "make room and go on with --resume") from None
 
 
 def load_task(config: Config):
@@ -1672,8 +1669,8 @@ def check_prompts(config: Config, task, tokenizer, problems: list, *models) -> N
         if not length:
             raise UsageError(f"{task.where(problem)}: the tokenizer of --student {config.student} makes no token of the prompt")
         if length + config.max_new_tokens > window:
-            raise UsageError(f"{task.where(problem)}: its prompt has {length} tokens, with --max-new-tokens {config.max_new_tokens} that is "
-                             f"{length + config.max_new_tokens}, and the model's window is {window}; shorten it, or the completions")
+            raise UsageError(f"{task.where(problem)}: its prompt has {length} tokens, with --max-new-tokens {config.max_new_tokens} "
+                             f"that is {length + config.max_new_tokens}, and the model's window is {window}; shorten one of them")
 
 
 def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: list) -> dict:
@@ -1681,8 +1678,8 @@ def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: 
     path = Path(config.teacher_pool or folder / "teacher_pool.json")
     digest = sum(p.detach().double().abs().sum().item() for p in teacher.parameters())
     prompts = zlib.crc32(repr([(task.prompt(p), p) for p in problems]).encode())
-    key = {"task": task.name, "prompts": prompts, "reward": config.reward, "teacher": digest, "samples": config.teacher_samples, "temperature": config.temperature,
-           "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts, "seed": config.seed}
+    key = {"task": task.name, "prompts": prompts, "reward": config.reward, "teacher": digest, "samples": config.teacher_samples,
+           "temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts, "seed": config.seed}
     if path.is_file():
         try:
             saved = json.loads(path.read_text())
@@ -1693,15 +1690,17 @@ def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: 
         if config.teacher_pool:
             raise UsageError(f"--teacher-pool {path}: is of another teacher, task or setting; name another file, or remove it to sample anew")
     pool = make_pool(teacher, tokenizer, task, problems, config)
+    if not any(known["confidence"] for known in pool.values()):
+        print("warning: the teacher solves none of the training prompts, so there is nothing of it to imitate or to trust", file=sys.stderr)
     write_json(path, {"key": key, "pool": pool})
     return pool
 
 
 def newest_checkpoint(folder: Path, device: str) -> tuple | None:
     """(model, tokenizer, state, step) of the newest checkpoint that loads; a warning says which newer ones do not"""
-    found = sorted(((int(p.name.split("-")[1]), p) for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()), reverse=True)
+    steps = sorted((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()), reverse=True)
     broken, loaded = [], None
-    for step, path in found:
+    for step, path in ((step, folder / f"checkpoint-{step}") for step in steps):
         try:
             state = torch.load(path / "trainer_state.pt", weights_only=True, map_location="cpu")
             loaded = *load_model("--out", str(path), device), state, step

@@ -199,13 +199,15 @@ class Questions(Task):
 
     def _conversation(self, where: str, messages, solution: str) -> tuple[str, str]:
         """The messages before the answer, as JSON, and the assistant's last one."""
-        fits = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) and m["content"].strip()
+        fits = lambda m: isinstance(m, dict) and all(isinstance(m.get(key), str) and m[key].strip() for key in ("role", "content"))
         if not isinstance(messages, list) or not all(map(fits, messages)):
-            raise ValueError(f'{where}: messages must be a list of objects such as {{"role": "user", "content": "2 + 2?"}}, none of them empty')
+            raise ValueError(f'{where}: messages must be a list of objects such as {{"role": "user", "content": "2 + 2?"}}, '
+                             "none of them empty")
         if messages and messages[-1]["role"] == "assistant":
             messages, solution = messages[:-1], messages[-1]["content"]
         if not messages or messages[-1]["role"] != "user":
-            raise ValueError(f"{where}: messages hold no question; the last one, or the last before the assistant's answer, must be of the user")
+            raise ValueError(f"{where}: messages hold no question; the last one, or the last before the assistant's answer, must be "
+                             "of the user")
         key = json.dumps([{"role": m["role"], "content": m["content"]} for m in messages])
         self.asked[key] = json.loads(key)
         return key, solution
@@ -225,10 +227,12 @@ class Questions(Task):
                 try:
                     self.texts[prompt] = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
                 except Exception as error:          # jinja's, or the template's own complaint
-                    raise ValueError(f"--data {self.name}, line {line}: the chat template refuses it ({' '.join(str(error).split())[:200]})") from None
+                    reason = " ".join(str(error).split())[:200]
+                    raise ValueError(f"--data {self.name}, line {line}: the chat template refuses it ({reason})") from None
             elif system or prompt in self.asked:
                 what = "--system" if system else f"--data {self.name}, line {line}: a conversation"
-                raise ValueError(f"{what}: the tokenizer of --student has no chat template to write it with; use an instruct model, or plain prompts")
+                raise ValueError(f"{what}: the tokenizer of --student has no chat template to write it with; use an instruct model, "
+                                 "or plain prompts")
 
     def problems(self, split: str, count: int, seed: int, levels=None) -> list:
         rows = [row for row in self.rows if held_out(row[0]) == (split == "eval")]
