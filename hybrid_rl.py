@@ -150,7 +150,7 @@ class Config:
     method: str = knob("rstg", "what to train with", tuple(METHODS))
     task: str = knob("chain_sum", "toy task", ("chain_sum", "addition"))
     data: str = knob("", "JSON-lines file, prompt (or messages) and answer on each line, instead of a toy task")
-    reward: str = knob("last-number", "judge of --data: last-number, exact, or module:function, called with completion and answer")
+    reward: str = knob("last-number", "judge of --data: last-number, exact, or module:function(completion, answer)")
     system: str = knob("", "system message for the questions of --data that have none; needs a chat template")
     student: str = knob(str(_TOY / "student"), "model to train: a Hugging Face folder or hub name")
     teacher: str = knob(str(_TOY / "teacher"), "frozen teacher with the same tokenizer: a folder or hub name")
@@ -238,7 +238,7 @@ class Config:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default and not self.data:
                 raise UsageError(f"--{name} {getattr(self, name)}: belongs to --data; the toy tasks have their own")
         if self.gradient_checkpointing and self.exact_gate:
-            raise UsageError("--gradient-checkpointing --exact-gate: choose one, the exact gate needs every layer's graph at once")
+            raise UsageError("--gradient-checkpointing --exact-gate: choose one, the exact gate needs all layers at once")
         if self.resume and not self.out:
             raise UsageError("--resume: needs --out FOLDER, the run to go on with")
         if self.resume and self.overwrite:
@@ -946,7 +946,7 @@ class InSlices(torch.autograd.Function):
     of all for a vocabulary of 150,000.  So only the logits and their gradient exist whole.  `more` gets no gradient.
     """
 
-    SIZE = 10_000_000                   # numbers in a slice, 40 MB: above 32 MB glibc gives a tensor back at once, smaller ones leave holes
+    SIZE = 10_000_000                   # numbers in a slice, 40 MB: glibc gives pieces above 32 MB back at once
 
     @staticmethod
     def cut(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -1053,7 +1053,7 @@ def rewards_of(task, problems: list, texts: list[str]) -> Tensor:
     """reward(problem, completion) of each completion; UsageError where it fails or leaves [0, 1]           -> (N, G) float32"""
     group = len(texts) // len(problems)
     try:
-        rewards = torch.tensor([[task.reward(p, text) for text in texts[i * group:(i + 1) * group]] for i, p in enumerate(problems)])
+        rewards = torch.tensor([[task.reward(p, text) for text in texts[i * group:][:group]] for i, p in enumerate(problems)])
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not ((rewards >= 0) & (rewards <= 1)).all():
@@ -1261,7 +1261,7 @@ def m3_stream(config: Config, student: Tensor, residual_d: Tensor, residual_r: T
 
 def vocabulary_terms(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor,
                      *kernel: Tensor) -> tuple[Tensor, ...]:
-    """What takes two whole distributions: logp, entropy, divergence; K_DR for M3 or a diagnosis; M3's terms, gate   -> (b, t), ..."""
+    """What takes whole distributions: logp, entropy, divergence; K_DR for M3 or a diagnosis; M3's terms, gate   -> (b, t), ..."""
     row, student, teacher = config.row, upcast(student) / config.temperature, upcast(teacher) / config.temperature
     divergence = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": lambda s, t: generalized_jsd(s, t, config.jsd_share)}
     values = [*token_values(student, ids), divergence[row.distillation](student, teacher)]
@@ -1320,7 +1320,8 @@ def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None)
                 found = torch.autograd.grad(weighted_sum(*streams[name]), parameters, retain_graph=True, materialize_grads=True)
                 apart[name] = apart.get(name, 0.0) + torch.cat([g.flatten() for g in found])
         losses |= {name: losses.get(name, 0.0) + weighted_sum(*streams[name]).item() for name in streams if name != "m3"}
-        streams = {name: (mix.get(name, 1.0) * terms, w) for name, (terms, w) in streams.items() if name == "m3" or "m3" not in streams}
+        used = ["m3"] if "m3" in streams else streams
+        streams = {name: (mix.get(name, 1.0) * streams[name][0], streams[name][1]) for name in used}
         if join not in ("gradnorm", "pcgrad"):
             hybrid_loss(streams).backward()
         del streams                     # and its graph, before the next micro-batch makes one
@@ -1471,7 +1472,7 @@ def warning_of(config: Config, lines: list[dict]) -> str | None:
         return None
     every, why = lambda key, value: all(line[key] == value for line in last), None
     if every("truncated_share", 1.0):
-        why = f"not one completion ended within --max-new-tokens {config.max_new_tokens}: raise it, or teach the model to say its eos"
+        why = f"not one completion ended within --max-new-tokens {config.max_new_tokens}: raise it, or teach the model its eos"
     elif every("reward_mean", 0.0):
         why = ("every reward was 0: the questions are too hard for the model (easier ones, a larger --group-size), or the reward "
                "does not read its way of answering (look at a few completions)")
@@ -1539,7 +1540,7 @@ def load_model(flag: str, name: str, device: str):
         if info["missing_keys"]:
             raise ValueError(f"its files lack {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}")
         tokenizer = AutoTokenizer.from_pretrained(name)
-        width = max(tokenizer.get_vocab().values()) + 1         # rows behind it pad a vocabulary: no softmax and no sampling sees them
+        width = max(tokenizer.get_vocab().values()) + 1         # rows behind it pad the vocabulary: no softmax sees them
         model.get_output_embeddings().register_forward_hook(lambda _module, _given, logits: logits[..., :width])
         return model.to(device), tokenizer
     except Exception as error:          # safetensors and tokenizers raise kinds of their own
@@ -1576,7 +1577,8 @@ MAY_CHANGE = ("out", "resume", "overwrite", "save_every", "plot", "device", "mic
 def check_same_run(config: Config, folder: Path) -> None:
     """--resume goes on with the same run: a setting that would make it another one is refused, more --steps are welcome."""
     if not (folder / "config.json").exists():           # stopped before it wrote anything?
-        if folder.exists() and [p for p in folder.iterdir() if p.name not in (".writable", "teacher_pool.json") and p.suffix != ".tmp"]:
+        ours = (".writable", "teacher_pool.json", "teacher_pool.json.tmp", "config.json.tmp")
+        if folder.exists() and any(p.name not in ours for p in folder.iterdir()):
             raise UsageError(f"--resume: there is no run in --out {folder}, but other files are")
         print(f"warning: --resume: there is no run in --out {folder} yet; starts from the beginning", file=sys.stderr)
         return
@@ -1604,7 +1606,7 @@ def open_folder(config: Config) -> Path:
         check_same_run(config, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").write_text("")
+        (folder / ".writable").write_text(" " * 2**16)
         (folder / ".writable").unlink()
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be written ({error.strerror})") from None
@@ -1669,8 +1671,8 @@ def check_prompts(config: Config, task, tokenizer, problems: list, *models) -> N
         if not length:
             raise UsageError(f"{task.where(problem)}: the tokenizer of --student {config.student} makes no token of the prompt")
         if length + config.max_new_tokens > window:
-            raise UsageError(f"{task.where(problem)}: its prompt has {length} tokens, with --max-new-tokens {config.max_new_tokens} "
-                             f"that is {length + config.max_new_tokens}, and the model's window is {window}; shorten one of them")
+            raise UsageError(f"{task.where(problem)}: its prompt has {length} tokens, with --max-new-tokens "
+                             f"{config.max_new_tokens} that is {length + config.max_new_tokens}, and the model's window is {window}")
 
 
 def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: list) -> dict:
@@ -1679,7 +1681,8 @@ def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: 
     digest = sum(p.detach().double().abs().sum().item() for p in teacher.parameters())
     prompts = zlib.crc32(repr([(task.prompt(p), p) for p in problems]).encode())
     key = {"task": task.name, "prompts": prompts, "reward": config.reward, "teacher": digest, "samples": config.teacher_samples,
-           "temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts, "seed": config.seed}
+           "temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts,
+           "seed": config.seed}
     if path.is_file():
         try:
             saved = json.loads(path.read_text())
@@ -1691,14 +1694,15 @@ def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: 
             raise UsageError(f"--teacher-pool {path}: is of another teacher, task or setting; name another file, or remove it to sample anew")
     pool = make_pool(teacher, tokenizer, task, problems, config)
     if not any(known["confidence"] for known in pool.values()):
-        print("warning: the teacher solves none of the training prompts, so there is nothing of it to imitate or to trust", file=sys.stderr)
+        print("warning: the teacher solved no training prompt, so nothing of it can be imitated or trusted", file=sys.stderr)
     write_json(path, {"key": key, "pool": pool})
     return pool
 
 
 def newest_checkpoint(folder: Path, device: str) -> tuple | None:
     """(model, tokenizer, state, step) of the newest checkpoint that loads; a warning says which newer ones do not"""
-    steps = sorted((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()), reverse=True)
+    names = (p.name.split("-")[1] for p in folder.glob("checkpoint-*"))
+    steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
     broken, loaded = [], None
     for step, path in ((step, folder / f"checkpoint-{step}") for step in steps):
         try:
@@ -1744,6 +1748,9 @@ def prepare(config: Config) -> tuple[Run, Path, int]:
         except ValueError as error:
             raise UsageError(str(error)) from None
     problems = task.problems("train", config.train_prompts, config.seed)
+    checkpoint, free = 12 * sum(p.numel() for p in student.parameters()), shutil.disk_usage(folder).free
+    if checkpoint > free:
+        raise UsageError(f"--out {folder}: {free / 1e6:.0f} MB are free there, and a checkpoint takes {checkpoint / 1e6:.0f} MB")
     check_prompts(config, task, tokenizer, task.rows if config.data else problems, *filter(None, (student, teacher)))
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0)
     if loaded:

@@ -3875,6 +3875,21 @@ def test_a_folder_without_all_weights_or_of_another_family_is_refused_in_one_lin
     assert f"--teacher {other}" in printed and str(student) in printed and "'<bos>'" in printed and len(printed.splitlines()) == 1
 
 
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, capsys, monkeypatch):
+    import resource
+    words, before = ["--method", "grpo", "--out", str(tmp_path / "run")], resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        assert H.main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written (File too large)" in capsys.readouterr().err
+    monkeypatch.setattr(H.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**5}))
+    assert H.main(words) == 2
+    printed = capsys.readouterr().err.strip()
+    assert "0 MB are free there, and a checkpoint takes 1 MB" in printed and len(printed.splitlines()) == 1
+
+
 def test_help_names_every_flag_with_its_default_and_every_method(capsys):
     with pytest.raises(SystemExit) as leaving:
         H.main(["train", "--help"])

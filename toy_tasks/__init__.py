@@ -140,8 +140,8 @@ def reward_function(name: str):
         if 0 <= value <= 1:
             return found
         reason = f"it gave {value:g} for an empty completion"
-    raise ValueError(f"--reward {name}: {reason}; must be last-number, exact, or module:function, a function(completion, answer) that "
-                     "gives a float in [0, 1] for any two strings")
+    raise ValueError(f"--reward {name}: {reason}; must be last-number, exact, or module:function, a function(completion, answer) "
+                     "that gives a float in [0, 1] for any two strings")
 
 
 class Questions(Task):
@@ -161,7 +161,7 @@ class Questions(Task):
         self.name, self.asked, self.texts, self.reward_name = str(path), {}, {}, reward
         self.judge = reward_function(reward)
         try:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")      # not splitlines: U+2028 may stand inside a JSON string
+            lines = Path(path).read_text(encoding="utf-8").split("\n")      # splitlines would cut at a U+2028 in a string
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--data {path}: cannot be read ({error}); it should be a JSON-lines file, one object a line") from None
         seen = {}
@@ -181,7 +181,7 @@ class Questions(Task):
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)} at column {getattr(error, 'colno', 1)})") from None
+            raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})") from None
         if not isinstance(record, dict):
             raise ValueError(f'{where}: got {type(record).__name__}, need an object such as {{"prompt": "2 + 2 =", "answer": "4"}}')
         prompt, answer, solution = record.get("prompt"), record.get("answer"), record.get("solution", "")
@@ -193,21 +193,21 @@ class Questions(Task):
         if answer is None or isinstance(answer, (bool, list, dict)):
             raise ValueError(f"{where}: answer is {'missing' if answer is None else repr(answer)}, need a string or a number")
         if self.reward_name == "last-number" and last_number(str(answer)) is None:
-            raise ValueError(f"{where}: answer is {str(answer)[:80]!r}, in which no number can be read; need one such as 4 or \"#### 72\", "
-                             "or another --reward")
+            raise ValueError(f"{where}: answer is {str(answer)[:80]!r}, in which no number can be read; need one such as 4 or "
+                             "\"#### 72\", or another --reward")
         return prompt, str(answer), str(solution), str(record.get("difficulty", "all")), number
 
     def _conversation(self, where: str, messages, solution: str) -> tuple[str, str]:
         """The messages before the answer, as JSON, and the assistant's last one."""
-        fits = lambda m: isinstance(m, dict) and all(isinstance(m.get(key), str) and m[key].strip() for key in ("role", "content"))
+        fits = lambda m: isinstance(m, dict) and all(isinstance(m.get(k), str) and m[k].strip() for k in ("role", "content"))
         if not isinstance(messages, list) or not all(map(fits, messages)):
             raise ValueError(f'{where}: messages must be a list of objects such as {{"role": "user", "content": "2 + 2?"}}, '
                              "none of them empty")
         if messages and messages[-1]["role"] == "assistant":
             messages, solution = messages[:-1], messages[-1]["content"]
         if not messages or messages[-1]["role"] != "user":
-            raise ValueError(f"{where}: messages hold no question; the last one, or the last before the assistant's answer, must be "
-                             "of the user")
+            raise ValueError(f"{where}: messages hold no question; the last one, or the last before the assistant's answer, "
+                             "must be of the user")
         key = json.dumps([{"role": m["role"], "content": m["content"]} for m in messages])
         self.asked[key] = json.loads(key)
         return key, solution
@@ -231,8 +231,8 @@ class Questions(Task):
                     raise ValueError(f"--data {self.name}, line {line}: the chat template refuses it ({reason})") from None
             elif system or prompt in self.asked:
                 what = "--system" if system else f"--data {self.name}, line {line}: a conversation"
-                raise ValueError(f"{what}: the tokenizer of --student has no chat template to write it with; use an instruct model, "
-                                 "or plain prompts")
+                raise ValueError(f"{what}: the tokenizer of --student has no chat template to write it with; use an instruct "
+                                 "model, or plain prompts")
 
     def problems(self, split: str, count: int, seed: int, levels=None) -> list:
         rows = [row for row in self.rows if held_out(row[0]) == (split == "eval")]
@@ -249,8 +249,9 @@ class Questions(Task):
         try:
             return float(self.judge(completion, problem[1]))
         except Exception as error:
-            raise ValueError(f"--reward {self.reward_name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}, of the completion "
-                             f"{completion[:80]!r} and the answer of line {problem[4]}") from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise ValueError(f"--reward {self.reward_name}: {reason}, of the completion {completion[:80]!r} and the answer of "
+                             f"line {problem[4]}") from error
 
     def solution(self, problem) -> str:
         return problem[2]
