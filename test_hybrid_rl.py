@@ -3055,7 +3055,8 @@ def tokenizer_with(template=None, adds_bos=True):
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     if adds_bos:
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
     tokenizer.chat_template = template
     return tokenizer
 
@@ -3063,14 +3064,16 @@ def tokenizer_with(template=None, adds_bos=True):
 TURNS = "{% for m in messages %}{{ {'system': '(', 'user': '*', 'assistant': ')'}[m['role']] }} {{ m['content'] }} {% endfor %}="
 
 
-@pytest.mark.parametrize("template, adds_bos", [(None, True), (TURNS, True), ("{{ bos_token }}" + TURNS, True), ("{{ bos_token }}" + TURNS, False)])
+@pytest.mark.parametrize("template, adds_bos", [
+    (None, True), (TURNS, True), ("{{ bos_token }}" + TURNS, True), ("{{ bos_token }}" + TURNS, False)])
 def test_a_prompt_opens_with_one_bos_never_two(template, adds_bos, tmp_path):
     tokenizer, task = tokenizer_with(template, adds_bos), questions(tmp_path)
     task.render(tokenizer)
-    ids = H.encode(tokenizer, task.prompt(task.rows[0]))
-    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1 and len(ids) > 5
-    if template and template[0] == "{" and "bos" in template and adds_bos:
-        assert tokenizer(task.prompt(task.rows[0])).input_ids[:2] == [tokenizer.bos_token_id] * 2, "near miss: a template's BOS and the tokenizer's"
+    prompt, bos = task.prompt(task.rows[0]), tokenizer.bos_token_id
+    ids = H.encode(tokenizer, prompt)
+    assert ids[0] == bos and ids.count(bos) == 1 and len(ids) > 5
+    if adds_bos and prompt.startswith("<bos>"):
+        assert tokenizer(prompt).input_ids[:2] == [bos, bos], "near miss: a template's BOS and the tokenizer's"
 
 
 def folder_of(path: Path, family: str, vocab: int = 120, tokenizer=None) -> str:
@@ -3089,14 +3092,15 @@ def test_rows_that_pad_a_vocabulary_are_never_sampled_and_have_no_probability(tm
     made = H.rollout(run.student, run.tokenizer, ["3 + 5 =", "7 +"], 64, temperature=1.0, max_new_tokens=8, micro_batch=128)
     raw = AutoModelForCausalLM.from_pretrained(student)
     wrong = H.rollout(raw, run.tokenizer, ["3 + 5 =", "7 +"], 64, temperature=1.0, max_new_tokens=8, micro_batch=128)
-    assert made.completion_ids.max() < 120 <= wrong.completion_ids.max(), "near miss: a model as it is samples ids that are no token"
+    assert made.completion_ids.max() < 120 <= wrong.completion_ids.max(), "near miss: the model as it is"
     ids = made.prompt_ids, made.prompt_mask, made.completion_ids
     for model in (run.student, run.teacher):
         assert H.completion_logits(model, *ids).shape[-1] == 120
     whole = H.completion_logits(raw, *ids)[..., :120]
     sliced = H.token_logps(whole, torch.cat([made.prompt_ids[:, -1:], made.completion_ids], 1))
     logp, _ = H.score(run.student, *ids)
-    assert torch.allclose(logp, sliced, atol=1e-5) and (logp - H.score(raw, *ids)[0]).max() > 0.01, "the softmax is over real tokens alone"
+    assert torch.allclose(logp, sliced, atol=1e-5), "the softmax is over real tokens alone"
+    assert (logp - H.score(raw, *ids)[0]).max() > 0.01, "near miss: over all rows"
     assert run.student.config.vocab_size == 128, "the weights keep their shape"
 
 
@@ -3188,7 +3192,7 @@ def test_gradient_checkpointing_computes_layers_again_and_changes_no_gradient(me
     layer.self_attn.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     again, _ = gradient(run)
     assert close(plain, again, 1e-6) and sum(passes) > 0 and len(passes) > sum(passes)
-    assert layer.training and not layer.self_attn.training and not run.student.training, "the layers are awake, dropout and the rest are not"
+    assert layer.training and not layer.self_attn.training and not run.student.training, "the layers are awake, dropout is not"
     train_twice = len(passes)
     passes.clear()
     other = make_run(method=method)
@@ -3556,9 +3560,13 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights_bit_for_bit(metho
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def words_of(settings: dict) -> list[str]:
+    return [word for name, value in settings.items() for word in (H.flag_of(name), str(value))]
+
+
 def same_run(a: Path, b: Path):
     from safetensors.torch import load_file
-    assert metrics_of(a) == metrics_of(b) and json.loads((a / "evaluation.json").read_text()) == json.loads((b / "evaluation.json").read_text())
+    assert metrics_of(a) == metrics_of(b) and (a / "evaluation.json").read_text() == (b / "evaluation.json").read_text()
     one, two = (load_file(folder / "final" / "model.safetensors") for folder in (a, b))
     assert all(torch.equal(one[key], two[key]) for key in one)
 
@@ -3605,11 +3613,12 @@ def test_a_broken_checkpoint_is_passed_over_with_one_warning(file, tmp_path, cap
 
 
 def test_resume_goes_on_with_the_same_settings_or_more_steps_only(tmp_path, capsys):
-    run_small(tmp_path / "run", method="grpo", steps=2, save_every=1, eval_problems=0)
-    words = lambda **more: [w for k, v in (SMALL | dict(method="grpo", steps=2, save_every=1, eval_problems=0) | more).items() for w in (H.flag_of(k), str(v))]
+    settings = dict(method="grpo", steps=2, save_every=1, eval_problems=0)
+    run_small(tmp_path / "run", **settings)
+    words = lambda **more: words_of(SMALL | settings | more)
     capsys.readouterr()
-    for change, expected in [(dict(lr=0.5), "--lr 0.5: the run in --out"), (dict(seed=3), "has --seed 0"), (dict(method="rstg"), "--method rstg: the run"),
-                             (dict(steps=1), "--steps 1: the run in --out")]:
+    for change, expected in [(dict(lr=0.5), "--lr 0.5: the run in --out"), (dict(seed=3), "has --seed 0"),
+                             (dict(method="rstg"), "--method rstg: the run"), (dict(steps=1), "--steps 1: the run in --out")]:
         assert H.main([*words(**change), "--resume", "--out", str(tmp_path / "run")]) == 2
         printed = capsys.readouterr().err.strip()
         assert expected in printed and len(printed.splitlines()) == 1
@@ -3633,9 +3642,10 @@ def test_a_full_disk_ends_the_run_in_one_line_with_the_last_checkpoint_intact(pl
         if number == 1 and place == "limit":            # no file may grow beyond 1,000 bytes
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         elif number == 1:
-            owner, name, error = {"student": (transformers.PreTrainedModel, "save_pretrained", Exception("I/O error: No space left on device")),
-                                  "tokenizer": (transformers.PreTrainedTokenizerBase, "save_pretrained", OSError(28, "No space left on device")),
-                                  "torch": (torch, "save", RuntimeError("PytorchStreamWriter failed writing file"))}[place]
+            owner, name, error = {
+                "student": (transformers.PreTrainedModel, "save_pretrained", Exception("I/O error: No space left on device")),
+                "tokenizer": (transformers.PreTrainedTokenizerBase, "save_pretrained", OSError(28, "No space left on device")),
+                "torch": (torch, "save", RuntimeError("PytorchStreamWriter failed writing file"))}[place]
             def stuck(*_, **__):
                 raise error
             monkeypatch.setattr(owner, name, stuck)
@@ -3643,9 +3653,8 @@ def test_a_full_disk_ends_the_run_in_one_line_with_the_last_checkpoint_intact(pl
 
     with monkeypatch.context() as patched:
         patched.setattr(H, "train_step", full)
-        words = [w for k, v in (SMALL | settings).items() for w in (H.flag_of(k), str(v))]
         try:
-            code = H.main([*words, "--out", str(tmp_path / "run")])
+            code = H.main([*words_of(SMALL | settings), "--out", str(tmp_path / "run")])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     printed = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
@@ -3664,8 +3673,10 @@ def test_resume_starts_a_run_that_was_stopped_before_it_wrote_anything(tmp_path,
 
 
 @pytest.mark.parametrize("line, expected", [
-    ({"truncated_share": 1.0}, "not one completion ended within --max-new-tokens 16"), ({"reward_mean": 0.0, "mixed_share": 0.0}, "every reward was 0"),
-    ({"mixed_share": 0.0}, "no group held right and wrong answers both"), ({}, None), ({"reward_mean": None, "truncated_share": None}, None)])
+    ({"truncated_share": 1.0}, "not one completion ended within --max-new-tokens 16"),
+    ({"reward_mean": 0.0, "mixed_share": 0.0}, "every reward was 0"),
+    ({"mixed_share": 0.0}, "no group held right and wrong answers both"),
+    ({}, None), ({"reward_mean": None, "truncated_share": None}, None)])
 def test_a_run_that_cannot_learn_says_so_once(line, expected, tmp_path, monkeypatch, capsys):
     line = {"reward_mean": 0.5, "mixed_share": 0.5, "negative_share": 0.2, "positive_share": 0.3, "truncated_share": 0.1} | line
     monkeypatch.setattr(H, "train_step", lambda run, step: {"step": step} | line)
@@ -3718,11 +3729,14 @@ def test_training_on_the_toy_really_teaches_it(tmp_path):
     ("--opd-coef 0.01", "--opd-coef-floor 0.02: lies above"), ("--student nowhere", "--student nowhere: no such folder"), ("--student {empty}", "config.json is missing"),
     ("--teacher nowhere", "--teacher nowhere"), ("--teacher=", "--method rstg needs a teacher"), ("--device cuda", "--device cuda: this machine has none"), ("--device tpu", "one of auto, cpu, cuda"),
     ("--data nowhere.jsonl", "--data nowhere.jsonl: cannot be read"), ("--data {gold}", "line 2: answer is 'many'"), ("--data {json}", "line 2: not JSON"),
-    ("--data {seven}", "seven.jsonl, line 7: not JSON"), ("--data {unanswered}", "line 2: answer is missing"), ("--data {twice}", "line 2: asks what line 1 asks"),
+    ("--data {seven}", "seven.jsonl, line 7: not JSON"), ("--data {unanswered}", "line 2: answer is missing"),
+    ("--data {twice}", "line 2: asks what line 1 asks"),
     ("--data {silent}", "line 2: messages hold no question"), ("--data {talk}", "line 2: messages must be a list of objects"),
     ("--reward exact", "--reward exact: belongs to --data"), ("--system Think", "--system Think: belongs to --data"),
-    ("--data {plain} --reward nowhere:judge", "--reward nowhere:judge: ModuleNotFoundError"), ("--data {plain} --reward json:judge", "has no attribute 'judge'"),
-    ("--data {plain} --reward last", "--reward last: "), ("--data {plain} --reward mine:ten", "it gave 10 for an empty completion"),
+    ("--data {plain} --reward nowhere:judge", "--reward nowhere:judge: ModuleNotFoundError"),
+    ("--data {plain} --reward json:judge", "has no attribute 'judge'"),
+    ("--data {plain} --reward last", "--reward last: "),
+    ("--data {plain} --reward mine:ten", "it gave 10 for an empty completion"),
     ("--data {plain} --reward mine:broken", "ZeroDivisionError"), ("--resume", "--resume: needs --out"),
     ("--method m3-soft --gradient-checkpointing --exact-gate", "choose one"), ("--gradient-checkpointing yes", "takes no value"),
     ("--data {short}", "leave none for"), ("--data {void}", "0 questions leave none"), ("--out {used}", "--overwrite to replace it"),
@@ -3735,11 +3749,13 @@ def test_bad_input_is_one_line_that_names_flag_value_and_cure_before_a_model_loa
     (tmp_path / "empty" / "file").write_text("")
     good = '{"prompt": "1 + 1 =", "answer": "2"}\n'
     plain = "".join(json.dumps({"prompt": f"{n} + 1 =", "answer": n + 1}) + "\n" for n in range(30))
-    more = {"plain": plain, "seven": "".join(plain.splitlines(keepends=True)[:6]) + "{'prompt': 7}\n" + plain, "unanswered": good + '{"prompt": "2 + 2 ="}',
-            "twice": good + good.replace('"2"', '"3"'), "talk": good + '{"messages": ["2 + 2?"], "answer": 4}',
+    more = {"plain": plain, "seven": "".join(plain.splitlines(keepends=True)[:6]) + "{'prompt': 7}\n" + plain,
+            "unanswered": good + '{"prompt": "2 + 2 ="}', "twice": good + good.replace('"2"', '"3"'), 
+            "talk": good + '{"messages": ["2 + 2?"], "answer": 4}',
             "silent": good + '{"messages": [{"role": "assistant", "content": "4"}]}'}
     (tmp_path / "mine.py").write_text("def ten(completion, answer): return 10\ndef broken(completion, answer): return 1 / 0\n")
-    for name, text in {"gold": good + '{"prompt": "2 + 2 =", "answer": "many"}', "json": good + "{prompt: 2}", "short": good, "void": "", **more}.items():
+    gold = good + '{"prompt": "2 + 2 =", "answer": "many"}'
+    for name, text in {"gold": gold, "json": good + "{prompt: 2}", "short": good, "void": "", **more}.items():
         files[name] = tmp_path / f"{name}.jsonl"
         files[name].write_text(text)
     if "window" not in expected:        # the one mistake that only the model can tell
@@ -3799,7 +3815,8 @@ def test_questions_from_a_file_train_like_a_task(tmp_path):
 
 def questions(tmp_path, count=40, **more):
     task = toy_tasks.TASKS["chain_sum"]
-    rows = [{"prompt": task.prompt(p), "answer": task.answer(p)} | more for split in ("train", "eval") for p in task.problems(split, count // 2, 0)]
+    problems = task.problems("train", count // 2, 0) + task.problems("eval", count // 2, 0)
+    rows = [{"prompt": task.prompt(p), "answer": task.answer(p)} | more for p in problems]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return toy_tasks.Questions(tmp_path / "questions.jsonl")
 
@@ -3815,15 +3832,18 @@ def test_a_conversation_is_a_question_and_the_assistants_last_words_its_solution
     assert (asked[1], worked[1:3], long[1], long[3]) == ("5", ("4 and 5 are 9",) * 2, "13", "2")
     assert task.reward(worked, "that is 9") == 1 and task.reward(long, "12") == 0
     task.render(tokenizer_with(TURNS), system="9")
-    assert [task.prompt(p) for p in task.rows[:4]] == ["( 9 * 2 + 3 = =", "( 9 * 4 + 5 = =", "( 9 * 1 ) 1 * 6 + 7 = =", "( 9 * 0 + 2 = ="]
-    for tokenizer, system, expected in [(tokenizer_with(), "", "line 1: a conversation: the tokenizer"), (tokenizer_with(), "9", "--system: the tokenizer"),
-                                        (tokenizer_with("{{ raise_exception('no such role') }}"), "", "line 1: the chat template refuses it (no such role)")]:
+    expected = ["( 9 * 2 + 3 = =", "( 9 * 4 + 5 = =", "( 9 * 1 ) 1 * 6 + 7 = =", "( 9 * 0 + 2 = ="]
+    assert [task.prompt(p) for p in task.rows[:4]] == expected
+    picky = tokenizer_with("{{ raise_exception('no such role') }}")
+    for tokenizer, system, expected in [(tokenizer_with(), "", "line 1: a conversation: the tokenizer of --student has no chat template"),
+                                        (tokenizer_with(), "9", "--system: the tokenizer of --student has no chat template"),
+                                        (picky, "", "line 1: the chat template refuses it (no such role)")]:
         refuses(expected, task.render, tokenizer, system)
 
 
 def test_a_reward_may_be_exact_or_anyones_function(tmp_path, monkeypatch, capsys):
-    (tmp_path / "judges.py").write_text("def half(completion, answer): return 0.5 * (answer in completion) + 0.5 * (answer == completion)\n"
-                                        "def late(completion, answer): return 1.0 if not completion else None.real\n")
+    (tmp_path / "judges.py").write_text("def half(completion, answer): return 0.5 * (answer in completion) + 0.5 * (answer == completion)"
+                                        "\ndef late(completion, answer): return 1.0 if not completion else None.real\n")
     monkeypatch.chdir(tmp_path)
     assert [toy_tasks.reward_function("exact")(c, "a b") for c in (" a b\n", "a  b", "a b.")] == [1, 0, 0]
     assert [toy_tasks.reward_function("judges:half")(c, "x") for c in ("x", "xy", "")] == [1, 0.5, 0]
@@ -3832,7 +3852,7 @@ def test_a_reward_may_be_exact_or_anyones_function(tmp_path, monkeypatch, capsys
     run_small(tmp_path / "run", data="words.jsonl", reward="exact", method="grpo", steps=1)
     run_small(tmp_path / "half", data="words.jsonl", reward="judges:half", method="grpo", steps=1)
     capsys.readouterr()
-    assert H.main(["--data", "words.jsonl", "--reward", "judges:late", "--method", "grpo", "--out", "late", "--eval-problems", "4"]) == 2
+    assert H.main("--data words.jsonl --reward judges:late --method grpo --out late --eval-problems 4".split()) == 2
     printed = capsys.readouterr().err.strip().splitlines()
     assert len(printed) == 1 and "--reward judges:late: AttributeError" in printed[0] and "of the completion" in printed[0]
 
@@ -3844,17 +3864,19 @@ def test_a_prompt_that_does_not_fit_the_window_is_refused_by_its_line(tmp_path, 
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     assert H.main(["--data", str(tmp_path / "questions.jsonl"), "--method", "grpo", "--out", str(tmp_path / "run")]) == 2
     printed = capsys.readouterr().err.strip()
-    assert "line 7: its prompt has 122 tokens, with --max-new-tokens 16 that is 138, and the model's window is 128" in printed and "\n" not in printed
+    assert "line 7: its prompt has 122 tokens, with --max-new-tokens 16 that is 138, and the model's window is 128" in printed
+    assert "\n" not in printed
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma"])
 @pytest.mark.parametrize("method", ["rstg", "m3-soft"])
 def test_models_of_every_family_train_from_their_folders(family, method, tmp_path):
-    student, teacher = folder_of(tmp_path / "s", family), folder_of(tmp_path / "t", family, 128)
+    tokenizer = tokenizer_with()
+    tokenizer.pad_token = {"gpt2": None, "llama": tokenizer.eos_token}.get(family, tokenizer.pad_token)
+    student, teacher = folder_of(tmp_path / "s", family, 121, tokenizer), folder_of(tmp_path / "t", family, 128, tokenizer)
     questions(tmp_path)
-    words = ["--method", method, "--student", student, "--teacher", teacher, "--data", str(tmp_path / "questions.jsonl"), "--steps", "2",
-             "--prompts-per-step", "4", "--group-size", "4", "--eval-problems", "4", "--micro-batch", "5", "--out", str(tmp_path / "run")]
-    assert H.main(["train", *words]) == 0
+    settings = dict(method=method, student=student, teacher=teacher, data=tmp_path / "questions.jsonl", out=tmp_path / "run", micro_batch=5)
+    assert H.main(["train", *words_of(SMALL | settings | dict(steps=2, prompts_per_step=4))]) == 0
     assert all(math.isfinite(line["loss"]) for line in metrics_of(tmp_path / "run")) and len(metrics_of(tmp_path / "run")) == 2
     H.load_model("--student", str(tmp_path / "run" / "final"), "cpu")
 
@@ -3865,11 +3887,13 @@ def test_a_folder_without_all_weights_or_of_another_family_is_refused_in_one_lin
     other = folder_of(tmp_path / "t", "llama", tokenizer=tokenizer_with())
     weights = load_file(student / "model.safetensors")
     for name, break_it in {"cut": lambda p: p.write_bytes(p.read_bytes()[:-100]), "absent": lambda p: p.unlink(),
-                           "lacks": lambda p: save_file({k: v for k, v in weights.items() if "norm" not in k}, p, {"format": "pt"})}.items():
+                           "lacks": lambda p: save_file({k: v for k, v in weights.items() if "norm" not in k}, p, {"format": "pt"})
+                           }.items():
         break_it(Path(folder_of(tmp_path / name, "llama")) / "model.safetensors")
         assert H.main(["--student", str(tmp_path / name), "--out", str(tmp_path / "run")]) == 2
         printed = capsys.readouterr().err.strip().splitlines()
-        assert printed[-1].startswith(f"hybrid_rl.py: error: --student {tmp_path / name}: does not load") and "Traceback" not in "".join(printed)
+        assert printed[-1].startswith(f"hybrid_rl.py: error: --student {tmp_path / name}: does not load")
+        assert "Traceback" not in "".join(printed)
     assert H.main(["--student", str(student), "--teacher", other, "--out", str(tmp_path / "run")]) == 2
     printed = capsys.readouterr().err.strip()
     assert f"--teacher {other}" in printed and str(student) in printed and "'<bos>'" in printed and len(printed.splitlines()) == 1
