@@ -946,7 +946,7 @@ class InSlices(torch.autograd.Function):
     of all for a vocabulary of 150,000.  So only the logits and their gradient exist whole.  `more` gets no gradient.
     """
 
-    SIZE = 10_000_000                   # numbers in a slice, 40 MB: glibc gives pieces above 32 MB back at once
+    SIZE = 2**20                        # numbers in a slice
 
     @staticmethod
     def cut(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -957,7 +957,13 @@ class InSlices(torch.autograd.Function):
     def forward(ctx, what: Callable, logits: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         ctx.what = what
         ctx.save_for_backward(logits, *more)
-        return tuple(torch.cat(column, dim=1) for column in zip(*(what(*some) for some in InSlices.cut(logits, *more))))
+        whole, done = None, 0
+        for some in InSlices.cut(logits, *more):
+            values = torch.stack(what(*some))                                    # (number of tensors, B, positions of the slice)
+            whole = values.new_empty(len(values), *logits.shape[:2]) if whole is None else whole
+            whole[..., done:done + values.shape[-1]] = values                    # in place: pieces that stay would leave holes in the heap
+            done += values.shape[-1]
+        return tuple(x.clone() for x in whole)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
@@ -1552,7 +1558,7 @@ def check_model_folder(flag: str, name: str) -> None:
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UsageError(f"{flag} {name}: no model folder, config.json is missing; give a folder that save_pretrained wrote, such as {_TOY / 'student'}")
-    if not folder.is_dir() and (folder.exists() or name.count("/") != 1 or name.startswith((".", "/"))):
+    if not folder.is_dir() and (folder.exists() or folder.parent.is_dir() or name.count("/") != 1 or name.startswith((".", "/"))):
         raise UsageError(f"{flag} {name}: no such folder; give a folder that save_pretrained wrote, such as {_TOY / 'student'}, or a hub name owner/model")
 
 
