@@ -978,6 +978,11 @@ class InSlices(torch.autograd.Function):
         return None, whole, *[None] * len(more)
 
 
+def in_slices(what: Callable, logits: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """what(logits, *more), in slices where the logits are larger than one"""
+    return what(logits, *more) if logits.numel() <= InSlices.SIZE else InSlices.apply(what, logits, *more)
+
+
 def token_values(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """logp and (detached) entropy; logits[b,t] predict ids[b,t], where token_logps shifts     (B, T, V), (B, T) -> (B, T) x2"""
     z = upcast(logits) / temperature
@@ -987,7 +992,7 @@ def token_values(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple
 def score(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """logp and (detached) entropy of a completion's tokens                            -> (B, T), (B, T)"""
     logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids)[:, :-1]
-    logp, entropy = InSlices.apply(lambda z, ids: token_values(z, ids, temperature), logits, completion_ids)
+    logp, entropy = in_slices(lambda z, ids: token_values(z, ids, temperature), logits, completion_ids)
     return logp, entropy.detach()
 
 
@@ -1284,8 +1289,8 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
     weights, mask, more = cut(signals.weights), cut(signals.weights) != 0, ()
     if full:
         logits, kernel = aligned_logits(run, batch, index), () if signals.kernel is None else cut(signals.kernel)
-        logp, entropy, divergence, *more = InSlices.apply(lambda *some: vocabulary_terms(config, *some), *logits,
-                                                          cut(batch.completion_ids), cut(signals.reward), mask, *kernel)
+        logp, entropy, divergence, *more = in_slices(lambda *some: vocabulary_terms(config, *some), *logits,
+                                                     cut(batch.completion_ids), cut(signals.reward), mask, *kernel)
     else:
         logp, entropy = run.forward(run.student, batch, index, run._scored)
     logp = logp.masked_fill(~mask, 0.0)
@@ -1380,7 +1385,7 @@ def look_ahead(run: Run, batch: Rollouts, signals: Signals) -> None:
     for index in run.chunks(batch, (signals.reward != 0).any(dim=1) & signals.live(True)):
         logits = run.forward(run.student, batch, index, completion_logits)[:, :-1]
         ids, advantages, weights = (x[index, :logits.shape[1]] for x in (batch.completion_ids, signals.reward, signals.weights))
-        terms, = InSlices.apply(pushed, logits, ids, advantages, weights)
+        terms, = in_slices(pushed, logits, ids, advantages, weights)
         del logits
         hybrid_loss({"reward": (terms, weights)}).backward()
     with torch.no_grad():
@@ -1558,7 +1563,8 @@ def check_model_folder(flag: str, name: str) -> None:
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UsageError(f"{flag} {name}: no model folder, config.json is missing; give a folder that save_pretrained wrote, such as {_TOY / 'student'}")
-    if not folder.is_dir() and (folder.exists() or folder.parent.is_dir() or name.count("/") != 1 or name.startswith((".", "/"))):
+    here = folder.exists() or folder.parent.is_dir() or name.startswith((".", "/"))
+    if not folder.is_dir() and (here or name.count("/") != 1):
         raise UsageError(f"{flag} {name}: no such folder; give a folder that save_pretrained wrote, such as {_TOY / 'student'}, or a hub name owner/model")
 
 
