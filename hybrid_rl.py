@@ -1848,7 +1848,8 @@ def results_table(result: dict) -> str:
         return f"{100 * right / asked:5.1f} % [{100 * low:4.1f}, {100 * high:4.1f}]"
 
     rows = [(level, result["before"][level], result["after"][level]) for level in result["before"]]
-    rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
+    if len(rows) > 1:
+        rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
     lines = [f"{'difficulty':>10}  {'problems':>8}  {'before':^22}  {'after':^22}"]
     return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {cell(*b):>22}  {cell(*a):>22}" for level, b, a in rows])
 

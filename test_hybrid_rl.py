@@ -3184,6 +3184,14 @@ def test_the_logits_of_a_whole_batch_never_exist_at_once(method, settings):
     assert all(rows <= 4 for rows, _ in sampled), "sampling: a prompt's group, and of its prompt the last position alone"
 
 
+@pytest.mark.parametrize("method", ["rstg", "m3-soft"])
+def test_the_step_whose_memory_is_measured_uses_every_part_of_its_method(method):
+    from toy_tasks import memory
+    run = memory.build(method, micro_batch=4, vocabulary=300, tokens=6)
+    metrics = H.train_step(run, 0)
+    assert metrics["grad_norm"] > 0 and metrics["negative_share"] > 0 and metrics["mixed_share"] > 0 and metrics["selected_share"] > 0
+
+
 @pytest.mark.parametrize("method", ["rstg", "m3-soft", "m3-eg", "gradnorm"])
 def test_gradient_checkpointing_computes_layers_again_and_changes_no_gradient(method, monkeypatch):
     plain, _ = gradient(make_run(method=method))
@@ -3810,7 +3818,7 @@ def test_questions_from_a_file_train_like_a_task(tmp_path):
     rows = [{"prompt": task.prompt(p), "answer": f"#### {task.answer(p)}"} for s in ("train", "eval") for p in task.problems(s, 20, 0)]
     (tmp_path / "q.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     result = run_small(tmp_path / "run", data=str(tmp_path / "q.jsonl"), steps=1, eval_problems=20)
-    assert result["after"]["all"][1] == 20
+    assert result["after"]["all"][1] == 20 and H.results_table(result).count("all") == 1
 
 
 def questions(tmp_path, count=40, **more):
