@@ -3831,11 +3831,12 @@ def questions(tmp_path, count=40, **more):
 
 def test_a_conversation_is_a_question_and_the_assistants_last_words_its_solution(tmp_path):
     user, says = (lambda text: {"role": "user", "content": text}), (lambda text: {"role": "assistant", "content": text})
-    filler = [{"prompt": f"{n} + 2 =", "answer": n + 2} for n in range(20)]
+    filler = [{"prompt": f"{n} + 2 =", "answer": float(n + 2)} for n in range(20)] + [{"prompt": "10^22 =", "answer": 1e22}]
     rows = [{"messages": [user("2 + 3 =")], "answer": "5"}, {"messages": [user("4 + 5 ="), says("4 and 5 are 9")]},
             {"messages": [user("1"), says("1"), user("6 + 7 =")], "answer": 13, "difficulty": 2}, *filler]
-    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "q.jsonl").write_text("\r\n".join(map(json.dumps, rows)), encoding="utf-8-sig")        # as some editors save it
     task = toy_tasks.Questions(tmp_path / "q.jsonl")
+    assert task.reward(task.rows[-1], "22") == 0 and task.reward(task.rows[-1], "1" + "0" * 22) == 1
     asked, worked, long = task.rows[:3]
     assert (asked[1], worked[1:3], long[1], long[3]) == ("5", ("4 and 5 are 9",) * 2, "13", "2")
     assert task.reward(worked, "that is 9") == 1 and task.reward(long, "12") == 0

@@ -161,7 +161,7 @@ class Questions(Task):
         self.name, self.asked, self.texts, self.reward_name = str(path), {}, {}, reward
         self.judge = reward_function(reward)
         try:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")      # splitlines would cut at a U+2028 in a string
+            lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at a U+2028 in a string
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--data {path}: cannot be read ({error}); it should be a JSON-lines file, one object a line") from None
         seen = {}
@@ -192,6 +192,7 @@ class Questions(Task):
             raise ValueError(f"{where}: prompt is {prompt!r}, need a non-empty string, or messages")
         if answer is None or isinstance(answer, (bool, list, dict)):
             raise ValueError(f"{where}: answer is {'missing' if answer is None else repr(answer)}, need a string or a number")
+        answer = format(Decimal(str(answer)), "f") if isinstance(answer, float) else answer      # 1e3 is 1000, not the number 3
         if self.reward_name == "last-number" and last_number(str(answer)) is None:
             raise ValueError(f"{where}: answer is {str(answer)[:80]!r}, in which no number can be read; need one such as 4 or "
                              "\"#### 72\", or another --reward")
