@@ -49,6 +49,7 @@ import shutil
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -159,7 +160,9 @@ class Config:
 
     method: str = knob("rstg", "what to train with", tuple(METHODS))
     task: str = knob("chain_sum", "toy task", ("chain_sum", "addition"))
-    data: str = knob("", "JSON-lines file with prompt and answer on each line, instead of a toy task")
+    data: str = knob("", "JSON-lines file, prompt (or messages) and answer on each line, instead of a toy task")
+    reward: str = knob("last-number", "judge of --data: last-number, exact, or module:function(completion, answer)")
+    system: str = knob("", "system message for the questions of --data that have none; needs a chat template")
     student: str = knob(str(_TOY / "student"), "model to train: a Hugging Face folder or hub name")
     teacher: str = knob(str(_TOY / "teacher"), "frozen teacher with the same tokenizer: a folder or hub name")
 
@@ -177,6 +180,7 @@ class Config:
     device: str = knob("auto", "where to run; auto takes a GPU if there is one", ("auto", "cpu", "cuda"))
     dtype: str = knob("float32", "of the forward passes; weights and losses stay float32", ("float32", "bfloat16"))
     micro_batch: int = knob(256, "completions in one forward pass; changes memory and speed, not the gradient", ">= 1")
+    gradient_checkpointing: bool = knob(False, "compute layers again on the way back: less memory, slower")
 
     advantage_scale: str = knob("group_std", "divisor of an advantage; none = Dr. GRPO", ("group_std", "batch_std", "none"),
                                 "reward")
@@ -225,6 +229,8 @@ class Config:
     save_every: int = knob(100, "steps between checkpoints; 0 = only at the end", ">= 0")
     overwrite: bool = knob(False, "replace a run that is already in --out (a teacher pool there stays)")
     resume: bool = knob(False, "go on from the newest checkpoint in --out")
+    # CHOICE: 20 steps in a row.  test_a_run_that_cannot_learn_says_so_once
+    warn_after: int = knob(20, "steps in a row without reward, mixed group or end that bring one warning; 0 = never", ">= 0")
     plot: str = knob("", "PNG to draw reward and group shares to, after the run; needs matplotlib")
 
     def __post_init__(self):
@@ -241,6 +247,13 @@ class Config:
         if self.opd_coef_floor > self.opd_coef and self.method in users_of(type(self).__dataclass_fields__["opd_coef"]):
             raise UsageError(f"--opd-coef-floor {self.opd_coef_floor}: lies above --opd-coef {self.opd_coef}, from where it is "
                              "annealed down; for a constant weight give both the same value")
+        for name in ("reward", "system"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default and not self.data:
+                raise UsageError(f"--{name} {getattr(self, name)}: belongs to --data; the toy tasks have their own")
+        if self.gradient_checkpointing and self.exact_gate:
+            raise UsageError("--gradient-checkpointing --exact-gate: choose one, the exact gate needs all layers at once")
+        if self.resume and not self.out:
+            raise UsageError("--resume: needs --out FOLDER, the run to go on with")
         if self.resume and self.overwrite:
             raise UsageError("--resume --overwrite: choose one, go on from the run in --out or replace it")
 
@@ -947,11 +960,61 @@ def completion_logits(model, prompt_ids: Tensor, prompt_mask: Tensor, completion
     return logits[:, -keep:]
 
 
+class InSlices(torch.autograd.Function):
+    """what(logits, *more), a few positions at a time, and again on the way back     (B, T, V), (B, T, ...) -> (B, T), ...
+
+    A log-softmax, an entropy and their gradients are half a dozen tensors of the size of the logits, which are the largest
+    of all for a vocabulary of 150,000.  So only the logits and their gradient exist whole.  `more` gets no gradient.
+    """
+
+    SIZE = 2**20                        # numbers in a slice
+
+    @staticmethod
+    def cut(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        width = max(1, InSlices.SIZE // (logits.shape[0] * logits.shape[-1]))
+        return zip(*(x.split(width, dim=1) for x in (logits, *others)))
+
+    @staticmethod
+    def forward(ctx, what: Callable, logits: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        ctx.what = what
+        ctx.save_for_backward(logits, *more)
+        whole, done = None, 0
+        for some in InSlices.cut(logits, *more):
+            values = torch.stack(what(*some))                                    # (number of tensors, B, positions of the slice)
+            whole = values.new_empty(len(values), *logits.shape[:2]) if whole is None else whole
+            whole[..., done:done + values.shape[-1]] = values                    # in place: pieces that stay would leave holes in the heap
+            done += values.shape[-1]
+        return tuple(x.clone() for x in whole)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        logits, *more = ctx.saved_tensors
+        whole = torch.empty_like(logits)
+        for z, into, *some in InSlices.cut(logits, whole, *more, *gradients):
+            with torch.enable_grad():
+                z = z.detach().requires_grad_()
+                values = ctx.what(z, *some[:len(more)])
+            wanted = [(value, g) for value, g in zip(values, some[len(more):]) if value.requires_grad]
+            into.copy_(torch.autograd.grad([value for value, _ in wanted], z, [g for _, g in wanted])[0])
+        return None, whole, *[None] * len(more)
+
+
+def in_slices(what: Callable, logits: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """what(logits, *more), in slices where the logits are larger than one"""
+    return what(logits, *more) if logits.numel() <= InSlices.SIZE else InSlices.apply(what, logits, *more)
+
+
+def token_values(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """logp and (detached) entropy; logits[b,t] predict ids[b,t], where token_logps shifts     (B, T, V), (B, T) -> (B, T) x2"""
+    z = upcast(logits) / temperature
+    return z.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1), token_entropy(z.detach())
+
+
 def score(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """logp and (detached) entropy of a completion's tokens                            -> (B, T), (B, T)"""
-    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids)
-    ids = torch.cat([prompt_ids[:, -1:], completion_ids], dim=1)                 # (B, T+1)
-    return token_logps(logits, ids, temperature), token_entropy(logits[:, :-1].detach(), temperature)
+    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids)[:, :-1]
+    logp, entropy = in_slices(lambda z, ids: token_values(z, ids, temperature), logits, completion_ids)
+    return logp, entropy.detach()
 
 
 @contextlib.contextmanager
@@ -964,7 +1027,7 @@ def sampling_from(model) -> Iterator[None]:
     """
     from transformers import GenerationConfig
 
-    was_training, own = model.training, model.generation_config
+    modes, own = [(module, module.training) for module in model.modules()], model.generation_config
     model.eval()
     model.generation_config = GenerationConfig()
     try:
@@ -972,7 +1035,8 @@ def sampling_from(model) -> Iterator[None]:
             yield
     finally:
         model.generation_config = own
-        model.train(was_training)
+        for module, mode in modes:      # each its own: --gradient-checkpointing wakes the layers, not their dropout
+            module.training = mode
 
 
 def eos_ids_of(model, tokenizer) -> list[int]:
@@ -985,11 +1049,17 @@ def eos_ids_of(model, tokenizer) -> list[int]:
     return sorted(set(found))
 
 
+def encode(tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt with one BOS: a chat template writes its own, and the tokenizer may put a second one before it."""
+    ids, bos = tokenizer(prompt).input_ids, getattr(tokenizer, "bos_token_id", None)
+    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+
 def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperature: float, max_new_tokens: int, micro_batch: int) -> Rollouts:
     """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), with torch's global generator."""
     eos = eos_ids_of(model, tokenizer)
     pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+    encoded = [encode(tokenizer, prompt) for prompt in prompts]
     width = max(map(len, encoded))
     prompt_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device)
     prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device)
@@ -1012,9 +1082,15 @@ def texts_of(tokenizer, rollouts: Rollouts) -> list[str]:
 
 
 def rewards_of(task, problems: list, texts: list[str]) -> Tensor:
-    """reward(problem, completion) of each completion                                   -> (N, G) float32"""
+    """reward(problem, completion) of each completion; UsageError where it fails or leaves [0, 1]           -> (N, G) float32"""
     group = len(texts) // len(problems)
-    return torch.tensor([[task.reward(p, text) for text in texts[i * group:(i + 1) * group]] for i, p in enumerate(problems)])
+    try:
+        rewards = torch.tensor([[task.reward(p, text) for text in texts[i * group:][:group]] for i, p in enumerate(problems)])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not ((rewards >= 0) & (rewards <= 1)).all():
+        raise UsageError(f"rewards must lie in [0, 1], where 1 is right; the task gave {rewards.min():g} to {rewards.max():g}")
+    return rewards
 
 
 def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
@@ -1043,7 +1119,7 @@ def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
 
 def trajectories_of(pool: dict, tokenizer, prompts: list[str], pad: int, device) -> Rollouts | None:
     """The pool's trajectories of these prompts, one row each; prompts without one are left out; None if no row is left."""
-    found = [(tokenizer(prompt).input_ids, pool[prompt]["trajectory"]) for prompt in prompts if pool[prompt]["trajectory"]]
+    found = [(encode(tokenizer, prompt), pool[prompt]["trajectory"]) for prompt in prompts if pool[prompt]["trajectory"]]
     if not found:
         return None
     p, t = (max(len(pair[i]) for pair in found) for i in (0, 1))
@@ -1079,6 +1155,11 @@ class Run:
         for frozen in filter(None, (self.teacher, self.reference)):
             frozen.eval().requires_grad_(False)
         self.student.eval()             # dropout off in training too: else the ratio of the first update is not 1
+        if self.config.gradient_checkpointing:
+            from transformers.modeling_layers import GradientCheckpointingLayer
+            self.student.activation_checkpointing_enable({"use_reentrant": False})
+            for layer in self.student.modules():        # it works in training mode alone; the dropout inside stays in eval mode
+                layer.training = isinstance(layer, GradientCheckpointingLayer)
         eos = eos_ids_of(self.student, self.tokenizer)
         self.pad = eos[0] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
 
@@ -1123,10 +1204,7 @@ def collect(run: Run, problems: list) -> tuple[Rollouts | None, Tensor]:
     model = run.student if row.rollouts == "student" else run.teacher
     made = rollout(model, run.tokenizer, prompts, config.group_size, temperature=config.temperature,
                    max_new_tokens=config.max_new_tokens, micro_batch=config.micro_batch)
-    rewards = rewards_of(run.task, problems, texts_of(run.tokenizer, made)).to(made.mask.device)
-    if not ((rewards >= 0) & (rewards <= 1)).all():
-        raise ValueError(f"rewards must lie in [0, 1], where 1 is right; the task gave {rewards.min():g} to {rewards.max():g}")
-    return made, rewards
+    return made, rewards_of(run.task, problems, texts_of(run.tokenizer, made)).to(made.mask.device)
 
 
 @dataclass
@@ -1172,12 +1250,12 @@ def listen(run: Run, batch: Rollouts, rewards: Tensor, confidence: Tensor, opd_c
 
 
 def aligned_logits(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Student's and teacher's logits / temperature at the completion's tokens, from one forward pass of each        -> (b, t, V) x2"""
+    """Student's and teacher's logits at the completion's tokens, from one forward pass of each        -> (b, t, V) x2"""
     student = run.forward(run.student, batch, index, completion_logits)
     with torch.no_grad():
         teacher = run.forward(run.teacher, batch, index, completion_logits)
-    width = min(student.shape[-1], teacher.shape[-1])                            # rows that pad a vocabulary are no tokens
-    return tuple(upcast(z[:, :-1, :width]) / run.config.temperature for z in (student, teacher))
+    width = min(student.shape[-1], teacher.shape[-1])                            # see load_model
+    return student[:, :-1, :width], teacher[:, :-1, :width]
 
 
 def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -1192,7 +1270,7 @@ def exact_kernel(run: Run, batch: Rollouts, signals: Signals) -> Tensor:
     parameters = [p for p in run.student.parameters() if p.requires_grad]
     kernel = torch.zeros(2, *batch.mask.shape, dtype=run.student.dtype, device=batch.mask.device)
     for b in (signals.reward != 0).any(dim=1).nonzero():
-        student, teacher = aligned_logits(run, batch, b)
+        student, teacher = (upcast(z) / run.config.temperature for z in aligned_logits(run, batch, b))
         cut = lambda x: x[b, :student.shape[1]]
         pair = two_residuals(run.config, student, teacher, cut(batch.completion_ids), cut(signals.reward), cut(signals.weights) != 0)
         kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, parameters, *map(unit_residual, pair)))
@@ -1213,45 +1291,49 @@ def m3_stream(config: Config, student: Tensor, residual_d: Tensor, residual_r: T
     return residual_terms(student, m3_residual(residual_d, residual_r, gate)), gate
 
 
+def vocabulary_terms(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor,
+                     *kernel: Tensor) -> tuple[Tensor, ...]:
+    """What takes whole distributions: logp, entropy, divergence; K_DR for M3 or a diagnosis; M3's terms, gate   -> (b, t), ..."""
+    row, student, teacher = config.row, upcast(student) / config.temperature, upcast(teacher) / config.temperature
+    divergence = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": lambda s, t: generalized_jsd(s, t, config.jsd_share)}
+    values = [*token_values(student, ids), divergence[row.distillation](student, teacher)]
+    if row.m3 or config.diagnose:
+        pair = two_residuals(config, student, teacher, ids, advantages, mask)
+        values += [cross_signal_ntk(*pair), *(m3_stream(config, student, *pair, kernel or None) if row.m3 else ())]
+    return tuple(values)
+
+
 def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tensor) -> tuple[dict, dict]:
     """The streams {name: (terms, weights)} of one micro-batch, and what is to be seen of its tokens {name: (tokens,)}"""
     config, row, full = run.config, run.config.row, run.config.row.distillation in ("reverse_kl", "forward_kl", "jsd")
+    cut = lambda x: x[..., index, :int(batch.mask[index].sum(dim=1).max())]
+    weights, mask, more = cut(signals.weights), cut(signals.weights) != 0, ()
     if full:
-        student, teacher = aligned_logits(run, batch, index)
-        ids = batch.completion_ids[index, :student.shape[1]]
-        logp, entropy = student.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1), token_entropy(student.detach())
+        logits, kernel = aligned_logits(run, batch, index), () if signals.kernel is None else cut(signals.kernel)
+        logp, entropy, divergence, *more = in_slices(lambda *some: vocabulary_terms(config, *some), *logits,
+                                                     cut(batch.completion_ids), cut(signals.reward), mask, *kernel)
     else:
         logp, entropy = run.forward(run.student, batch, index, run._scored)
-    cut = lambda x: x[..., index, :logp.shape[1]]
-    weights, mask = cut(signals.weights), cut(signals.weights) != 0
     logp = logp.masked_fill(~mask, 0.0)
     logp_old = logp.detach() if signals.logp_old is None else cut(signals.logp_old).masked_fill(~mask, 0.0)
     terms = lambda a: policy_terms(logp, logp_old, a, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip,
                                    ratio_level=config.ratio_level, mask=mask)
-    streams, seen = {}, {"entropy": entropy[mask]}
+    streams, seen = {}, {"entropy": entropy} | dict(zip(("k_dr", "m3", "gate"), more))
     if row.reward:
         streams["reward"] = (terms(cut(signals.reward)), weights)
-    if full:
-        divergence = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": lambda s, t: generalized_jsd(s, t, config.jsd_share)}
-        streams["distillation"] = (divergence[row.distillation](student, teacher) * cut(signals.distillation), weights)
+    if full:                            # M3's family: a token of which the teacher is too far away does not hear it
+        clip = config.divergence_clip if row.reward else math.inf
+        streams["distillation"] = ((divergence * cut(signals.distillation)).clamp(max=clip), weights)
     elif row.distillation:
         streams["distillation"] = (terms(cut(signals.distillation)), weights)
-    if full and row.reward:             # M3's family: a token of which the teacher is too far away does not hear it
-        streams["distillation"] = (streams["distillation"][0].clamp(max=config.divergence_clip), weights)
-        if row.m3 or config.diagnose:
-            pair = two_residuals(config, student, teacher, ids, cut(signals.reward), mask)
-            seen["k_dr"] = cross_signal_ntk(*pair)[mask]
-        if row.m3:
-            kernel = None if signals.kernel is None else cut(signals.kernel)
-            pushed, gate = m3_stream(config, student, *pair, kernel)
-            streams["m3"], seen["gate"] = (pushed, weights), gate[mask]
-            if kernel is not None:
-                seen["k_exact"] = kernel[0][mask]
+    if row.m3:
+        streams["m3"] = (seen.pop("m3"), weights)
+        seen |= {} if signals.kernel is None else {"k_exact": cut(signals.kernel)[0]}
     if config.kl_coef:
         with torch.no_grad():
             logp_ref, _ = run.forward(run.reference, batch, index, run._scored)
         streams["kl"] = (config.kl_coef * kl_terms(logp, logp_ref.masked_fill(~mask, 0.0), config.kl_kind, config.kl_gradient), weights)
-    return streams, seen
+    return streams, {name: values.detach()[mask] for name, values in seen.items()}
 
 
 def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None) -> tuple[dict, dict, dict]:
@@ -1269,11 +1351,12 @@ def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None)
             if name in streams:
                 found = torch.autograd.grad(weighted_sum(*streams[name]), parameters, retain_graph=True, materialize_grads=True)
                 apart[name] = apart.get(name, 0.0) + torch.cat([g.flatten() for g in found])
-        pushed = streams.pop("m3", None)
-        if pushed or join == "sum":
-            hybrid_loss({"m3": pushed} if pushed else {name: (mix.get(name, 1.0) * terms, w) for name, (terms, w) in streams.items()}).backward()
-        for name, stream in streams.items():
-            losses[name] = losses.get(name, 0.0) + weighted_sum(*stream).item()
+        losses |= {name: losses.get(name, 0.0) + weighted_sum(*streams[name]).item() for name in streams if name != "m3"}
+        used = ["m3"] if "m3" in streams else streams
+        streams = {name: (mix.get(name, 1.0) * streams[name][0], streams[name][1]) for name in used}
+        if join not in ("gradnorm", "pcgrad"):
+            hybrid_loss(streams).backward()
+        del streams                     # and its graph, before the next micro-batch makes one
         for name, values in tokens.items():
             seen.setdefault(name, []).append(values)
     return losses, {name: torch.cat(values) for name, values in seen.items()}, apart
@@ -1314,11 +1397,18 @@ def look_ahead(run: Run, batch: Rollouts, signals: Signals) -> None:
         for p in moved:                 # CHOICE: a plain step here, the optimizer's outside.  test_eg_looks_ahead_by_a_plain_step
             p -= (config.lookahead_lr or config.lr) * p.grad
     run.optimizer.zero_grad(set_to_none=True)
+
+    def pushed(z: Tensor, ids: Tensor, advantages: Tensor, weights: Tensor) -> tuple[Tensor]:
+        z = upcast(z) / config.temperature
+        residual = reward_residual(z, ids, advantages).masked_fill((weights == 0)[..., None], 0.0)
+        return residual_terms(z, unit_residual(residual)),
+
     for index in run.chunks(batch, (signals.reward != 0).any(dim=1) & signals.live(True)):
-        logits = upcast(run.forward(run.student, batch, index, completion_logits)[:, :-1]) / config.temperature
-        cut = lambda x: x[index, :logits.shape[1]]
-        residual = reward_residual(logits, cut(batch.completion_ids), cut(signals.reward)).masked_fill(cut(signals.weights)[..., None] == 0, 0.0)
-        hybrid_loss({"reward": (residual_terms(logits, unit_residual(residual)), cut(signals.weights))}).backward()
+        logits = run.forward(run.student, batch, index, completion_logits)[:, :-1]
+        ids, advantages, weights = (x[index, :logits.shape[1]] for x in (batch.completion_ids, signals.reward, signals.weights))
+        terms, = in_slices(pushed, logits, ids, advantages, weights)
+        del logits
+        hybrid_loss({"reward": (terms, weights)}).backward()
     with torch.no_grad():
         for p, old in zip(moved, before):
             p.copy_(old)
@@ -1407,6 +1497,23 @@ def group_logs(batch: Rollouts, rewards: Tensor) -> dict:
             "completion_length": batch.mask.sum(dim=1).float().mean().item(), "truncated_share": batch.truncated.float().mean().item()}
 
 
+def warning_of(config: Config, lines: list[dict]) -> str | None:
+    """Why the last --warn-after steps can have taught little, and what may help; None where nothing stands out"""
+    last = lines[-config.warn_after:]
+    if not 0 < config.warn_after <= len(lines) or any(line["reward_mean"] is None for line in last):
+        return None
+    every, why = lambda key, value: all(line[key] == value for line in last), None
+    if every("truncated_share", 1.0):
+        why = f"not one completion ended within --max-new-tokens {config.max_new_tokens}: raise it, or teach the model its eos"
+    elif every("reward_mean", 0.0):
+        why = ("every reward was 0: the questions are too hard for the model (easier ones, a larger --group-size), or the reward "
+               "does not read its way of answering (look at a few completions)")
+    elif config.row.reward and every("mixed_share", 0.0):
+        why = ("no group held right and wrong answers both, so the reward had no gradient: easier questions where all are wrong, "
+               "harder ones where all are right, or a larger --group-size")
+    return why and f"warning: for {len(last)} steps {why}"
+
+
 def train_step(run: Run, step: int) -> dict:
     """One step, seven lines of method: sample, judge, route, listen, weigh, accumulate, move.  Returns the metrics."""
     config, row, began = run.config, run.config.row, time.perf_counter()
@@ -1461,9 +1568,14 @@ def load_model(flag: str, name: str, device: str):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        return model.to(device), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        if info["missing_keys"]:
+            raise ValueError(f"its files lack {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}")
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        width = max(tokenizer.get_vocab().values()) + 1         # rows behind it pad the vocabulary: no softmax sees them
+        model.get_output_embeddings().register_forward_hook(lambda _module, _given, logits: logits[..., :width])
+        return model.to(device), tokenizer
+    except Exception as error:          # safetensors and tokenizers raise kinds of their own
         raise UsageError(f"{flag} {name}: does not load as a causal language model ({' '.join(str(error).split())[:200]})") from None
 
 
@@ -1472,7 +1584,8 @@ def check_model_folder(flag: str, name: str) -> None:
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UsageError(f"{flag} {name}: no model folder, config.json is missing; give a folder that save_pretrained wrote, such as {_TOY / 'student'}")
-    if not folder.is_dir() and (folder.exists() or name.count("/") != 1 or name.startswith((".", "/"))):
+    here = folder.exists() or folder.parent.is_dir() or name.startswith((".", "/"))
+    if not folder.is_dir() and (here or name.count("/") != 1):
         raise UsageError(f"{flag} {name}: no such folder; give a folder that save_pretrained wrote, such as {_TOY / 'student'}, or a hub name owner/model")
 
 
@@ -1491,6 +1604,28 @@ def pick_device(config: Config) -> str:
     return {"auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(config.device, config.device)
 
 
+MAY_CHANGE = ("out", "resume", "overwrite", "save_every", "plot", "device", "micro_batch", "gradient_checkpointing", "warn_after")
+
+
+def check_same_run(config: Config, folder: Path) -> None:
+    """--resume goes on with the same run: a setting that would make it another one is refused, more --steps are welcome."""
+    if not (folder / "config.json").exists():           # stopped before it wrote anything?
+        ours = (".writable", "teacher_pool.json", "teacher_pool.json.tmp", "config.json.tmp")
+        if folder.exists() and any(p.name not in ours for p in folder.iterdir()):
+            raise UsageError(f"--resume: there is no run in --out {folder}, but other files are")
+        print(f"warning: --resume: there is no run in --out {folder} yet; starts from the beginning", file=sys.stderr)
+        return
+    try:
+        before = dict(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"--resume: {folder / 'config.json'} cannot be read ({error})") from None
+    for field in dataclasses.fields(config):
+        flag, old, new = flag_of(field.name), before.get(field.name, field.default), getattr(config, field.name)
+        if old != new and field.name not in MAY_CHANGE and not (field.name == "steps" and new > old):
+            raise UsageError(f"{flag} {new}: the run in --out {folder} has {flag} {old}; --resume goes on with the same settings"
+                             + (", or with more steps" if field.name == "steps" else ""))
+
+
 def open_folder(config: Config) -> Path:
     """The run's folder, made; a folder that holds a run is refused unless it is to be resumed or replaced."""
     if not config.out:
@@ -1500,11 +1635,11 @@ def open_folder(config: Config) -> Path:
         folder = Path(config.out)
     if (folder / "config.json").exists() and not (config.resume or config.overwrite):
         raise UsageError(f"--out {folder}: holds a run already; add --resume to go on with it, --overwrite to replace it, or name another folder")
-    if config.resume and not (folder / "config.json").exists():
-        raise UsageError(f"--resume: there is no run in --out {config.out or '(not given)'}")
+    if config.resume:
+        check_same_run(config, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").write_text("")
+        (folder / ".writable").write_text(" " * 2**16)
         (folder / ".writable").unlink()
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be written ({error.strerror})") from None
@@ -1526,33 +1661,61 @@ def write_json(path: Path, value) -> None:
     os.replace(beside, path)
 
 
+def keep_lines(path: Path, count: int) -> list[dict]:
+    """Cuts a metrics file to its first lines, since what was logged past the checkpoint happens again; what they say"""
+    kept = path.read_text().splitlines(keepends=True)[:count] if count and path.exists() else []
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text("".join(kept))
+    os.replace(beside, path)
+    return [json.loads(line) for line in kept]
+
+
 def save_model(run: Run, folder: Path, state: dict | None = None) -> None:
-    """An ordinary Hugging Face folder, with what --resume needs if given; complete or not there."""
+    """An ordinary Hugging Face folder, with what --resume needs if given; complete or not there.  Raises OSError."""
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    run.student.save_pretrained(beside)
-    run.tokenizer.save_pretrained(beside)
-    if state is not None:
-        torch.save(state, beside / "trainer_state.pt")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(beside, folder)
+    try:
+        run.student.save_pretrained(beside)
+        run.tokenizer.save_pretrained(beside)
+        if state is not None:
+            torch.save(state, beside / "trainer_state.pt")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(beside, folder)
+    except Exception as error:          # a full disk is an OSError to some of these libraries and not to others
+        shutil.rmtree(beside, ignore_errors=True)
+        raise OSError(f"{folder} cannot be written ({' '.join(str(error).split())[:200]}); what was saved before is intact, "
+                      "make room and go on with --resume") from None
 
 
 def load_task(config: Config):
     from toy_tasks import TASKS, Questions
 
     try:
-        return Questions(config.data) if config.data else TASKS[config.task]
+        return Questions(config.data, config.reward) if config.data else TASKS[config.task]
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def check_prompts(config: Config, task, tokenizer, problems: list, *models) -> None:
+    """Every prompt has a token, and with --max-new-tokens it fits the windows of the models."""
+    window = min(getattr(model.config, "max_position_embeddings", None) or math.inf for model in models)
+    for problem in problems:
+        length = len(encode(tokenizer, task.prompt(problem)))
+        if not length:
+            raise UsageError(f"{task.where(problem)}: the tokenizer of --student {config.student} makes no token of the prompt")
+        if length + config.max_new_tokens > window:
+            raise UsageError(f"{task.where(problem)}: its prompt has {length} tokens, with --max-new-tokens "
+                             f"{config.max_new_tokens} that is {length + config.max_new_tokens}, and the model's window is {window}")
 
 
 def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: list) -> dict:
     """The teacher's samples, from the file of an earlier run if they are of the same teacher, prompts and settings."""
     path = Path(config.teacher_pool or folder / "teacher_pool.json")
     digest = sum(p.detach().double().abs().sum().item() for p in teacher.parameters())
-    key = {"task": task.name, "teacher": digest, "samples": config.teacher_samples, "temperature": config.temperature,
-           "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts, "seed": config.seed}
+    prompts = zlib.crc32(repr([(task.prompt(p), p) for p in problems]).encode())
+    key = {"task": task.name, "prompts": prompts, "reward": config.reward, "teacher": digest, "samples": config.teacher_samples,
+           "temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "train_prompts": config.train_prompts,
+           "seed": config.seed}
     if path.is_file():
         try:
             saved = json.loads(path.read_text())
@@ -1563,18 +1726,28 @@ def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: 
         if config.teacher_pool:
             raise UsageError(f"--teacher-pool {path}: is of another teacher, task or setting; name another file, or remove it to sample anew")
     pool = make_pool(teacher, tokenizer, task, problems, config)
+    if not any(known["confidence"] for known in pool.values()):
+        print("warning: the teacher solved no training prompt, so nothing of it can be imitated or trusted", file=sys.stderr)
     write_json(path, {"key": key, "pool": pool})
     return pool
 
 
-def newest_checkpoint(folder: Path) -> tuple[Path, int] | tuple[None, int]:
-    """The newest complete checkpoint and its step"""
-    found = [(int(p.name.split("-")[1]), p) for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
-    for step, path in sorted(found, reverse=True):
-        if (path / "trainer_state.pt").is_file():
-            return path, step
-        print(f"warning: {path} is incomplete and is passed over", file=sys.stderr)
-    return None, 0
+def newest_checkpoint(folder: Path, device: str) -> tuple | None:
+    """(model, tokenizer, state, step) of the newest checkpoint that loads; a warning says which newer ones do not"""
+    names = (p.name.split("-")[1] for p in folder.glob("checkpoint-*"))
+    steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    broken, loaded = [], None
+    for step, path in ((step, folder / f"checkpoint-{step}") for step in steps):
+        try:
+            state = torch.load(path / "trainer_state.pt", weights_only=True, map_location="cpu")
+            loaded = *load_model("--out", str(path), device), state, step
+            break
+        except Exception as error:      # cut-off files raise all kinds
+            broken.append(f"{path.name} ({' '.join(str(error).split())[:120]})")
+    if broken:
+        goes_on = f"goes on from checkpoint-{loaded[-1]}" if loaded else "starts from the beginning"
+        print(f"warning: --resume: broken in --out {folder}: {', '.join(broken)}; {goes_on}", file=sys.stderr)
+    return loaded
 
 
 def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
@@ -1597,22 +1770,26 @@ def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
             raise UsageError(f"--teacher: --method {config.method} needs a teacher, for instance --teacher {_TOY / 'teacher'}")
         check_model_folder("--teacher", config.teacher)
     folder = Path() if look else open_folder(config)
-    checkpoint, step = newest_checkpoint(folder) if config.resume else (None, 0)
-    student, tokenizer = load_model("--student", str(checkpoint or config.student), device)
+    loaded = newest_checkpoint(folder, device) if config.resume else None
+    student, tokenizer, state, step = loaded or (*load_model("--student", config.student, device), {"memory": {}}, 0)
     teacher = reference = None
     if needs_teacher:
         teacher, other = load_model("--teacher", config.teacher, device)
         check_same_tokens(config, tokenizer, other)
     if config.kl_coef:
         reference, _ = load_model("--student", config.student, device)
+    if config.data:
+        try:
+            task.render(tokenizer, config.system)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     problems = task.problems("train", config.train_prompts, config.seed)
-    window = getattr(student.config, "max_position_embeddings", None) or math.inf
-    longest = max(problems, key=lambda p: len(tokenizer(task.prompt(p)).input_ids))
-    if (length := len(tokenizer(task.prompt(longest)).input_ids) + config.max_new_tokens) > window:
-        raise UsageError(f"--max-new-tokens {config.max_new_tokens}: with the longest prompt that is {length} tokens, the model's window is {window}")
+    checkpoint, free = 12 * sum(p.numel() for p in student.parameters()), shutil.disk_usage(folder).free
+    if checkpoint > free and not look:
+        raise UsageError(f"--out {folder}: {free / 1e6:.0f} MB are free there, and a checkpoint takes {checkpoint / 1e6:.0f} MB")
+    check_prompts(config, task, tokenizer, task.rows if config.data else problems, *filter(None, (student, teacher)))
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0)
-    state = torch.load(checkpoint / "trainer_state.pt", weights_only=True) if checkpoint else {"memory": {}}
-    if checkpoint:
+    if loaded:
         optimizer.load_state_dict(state["optimizer"])
     pool = load_pool(config, folder, teacher, tokenizer, task, problems) if (row.imitation or row.weighted) and not look else {}
     return Run(config, task, tokenizer, student, teacher, reference, optimizer, problems, pool, state["memory"]), folder, step
@@ -1655,10 +1832,8 @@ def train(config: Config) -> dict:
     known = json.loads((folder / "evaluation.json").read_text()) if first and (folder / "evaluation.json").exists() else {}
     result = {"before": known.get("before") or accuracy(run, held_out)}
     write_json(folder / "evaluation.json", result)
-    metrics, done = folder / "metrics.jsonl", []
-    if first and metrics.exists():      # what was logged past the checkpoint happens again
-        done = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")][:first]
-    metrics.write_text("".join(done))
+    metrics, warned = folder / "metrics.jsonl", None
+    lines = keep_lines(metrics, first)
     save = lambda step: save_model(run, folder / f"checkpoint-{step}", {"optimizer": run.optimizer.state_dict(), "memory": run.memory})
     with metrics.open("a") as log, catching_signals() as caught, \
             tqdm(total=config.steps, initial=first, desc=config.method, unit="step") as bar:
@@ -1667,6 +1842,9 @@ def train(config: Config) -> dict:
             log.write(json.dumps(line) + "\n")
             log.flush()
             bar.update()
+            lines.append(line)
+            if not warned and (warned := warning_of(config, lines)):
+                bar.write(warned, file=sys.stderr)
             if line["reward_mean"] is not None:
                 bar.set_postfix_str(f"reward {line['reward_mean']:.2f}, groups -{line['negative_share']:.2f} ~{line['mixed_share']:.2f} "
                                     f"+{line['positive_share']:.2f}", refresh=False)
@@ -2441,7 +2619,8 @@ def results_table(result: dict) -> str:
         return f"{100 * right / asked:5.1f} % [{100 * low:4.1f}, {100 * high:4.1f}]"
 
     rows = [(level, result["before"][level], result["after"][level]) for level in result["before"]]
-    rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
+    if len(rows) > 1:
+        rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
     lines = [f"{'difficulty':>10}  {'problems':>8}  {'before':^22}  {'after':^22}"]
     return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {cell(*b):>22}  {cell(*a):>22}" for level, b, a in rows])
 

@@ -2894,6 +2894,9 @@ def tiny(family: str, vocab: int = 40, **extra):
                                                initializer_range=0.5, **extra))
     elif family == "llama":
         model = t.LlamaForCausalLM(t.LlamaConfig(**size, initializer_range=0.5))
+    elif family == "gemma":     # layers that see 4 tokens back and layers that see all
+        model = t.Gemma3ForCausalLM(t.Gemma3TextConfig(**size, head_dim=8, initializer_range=0.5, sliding_window=4,
+                                                       layer_types=["sliding_attention", "full_attention"]))
     else:
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**size, head_dim=8, initializer_range=0.5))
     return model.eval()
@@ -2915,7 +2918,7 @@ def sample(model, prompts=("5 6 7", "8"), group=4, seed=0, length=6, micro_batch
     return H.rollout(model, Numbers(), list(prompts), group, temperature=1.0, max_new_tokens=length, micro_batch=micro_batch)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma"])
 def test_left_padding_changes_no_score(family):
     model = tiny(family)
     completion = torch.tensor([[7, 8, 2]])
@@ -3019,6 +3022,62 @@ def test_rows_are_cut_to_their_own_length_without_losing_a_token():
         assert cut.prompt_ids[row][cut.prompt_mask[row].bool()].tolist() == made.prompt_ids[whole][made.prompt_mask[whole].bool()].tolist()
 
 
+def tokenizer_with(template=None, adds_bos=True):
+    """The toy's words and a <bos>, which the tokenizer puts first, or a template, or both, or none of them"""
+    from toy_tasks.pretrain import build_tokenizer
+    from tokenizers import processors
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    if adds_bos:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TURNS = "{% for m in messages %}{{ {'system': '(', 'user': '*', 'assistant': ')'}[m['role']] }} {{ m['content'] }} {% endfor %}="
+
+
+@pytest.mark.parametrize("template, adds_bos", [
+    (None, True), (TURNS, True), ("{{ bos_token }}" + TURNS, True), ("{{ bos_token }}" + TURNS, False)])
+def test_a_prompt_opens_with_one_bos_never_two(template, adds_bos, tmp_path):
+    tokenizer, task = tokenizer_with(template, adds_bos), questions(tmp_path)
+    task.render(tokenizer)
+    prompt, bos = task.prompt(task.rows[0]), tokenizer.bos_token_id
+    ids = H.encode(tokenizer, prompt)
+    assert ids[0] == bos and ids.count(bos) == 1 and len(ids) > 5
+    if adds_bos and prompt.startswith("<bos>"):
+        assert tokenizer(prompt).input_ids[:2] == [bos, bos], "near miss: a template's BOS and the tokenizer's"
+
+
+def folder_of(path: Path, family: str, vocab: int = 120, tokenizer=None) -> str:
+    """A tiny random model and the toy's tokenizer, saved as anyone's would be"""
+    from toy_tasks.pretrain import build_tokenizer
+    tiny(family, vocab).save_pretrained(path)
+    (tokenizer or build_tokenizer()).save_pretrained(path)
+    return str(path)
+
+
+def test_rows_that_pad_a_vocabulary_are_never_sampled_and_have_no_probability(tmp_path):
+    from transformers import AutoModelForCausalLM
+    student, teacher = folder_of(tmp_path / "s", "llama", 128), folder_of(tmp_path / "t", "qwen3", 160)
+    run, _, _ = H.prepare(H.Config(method="jsd", student=student, teacher=teacher, out=str(tmp_path / "run")))
+    torch.manual_seed(0)
+    made = H.rollout(run.student, run.tokenizer, ["3 + 5 =", "7 +"], 64, temperature=1.0, max_new_tokens=8, micro_batch=128)
+    raw = AutoModelForCausalLM.from_pretrained(student)
+    wrong = H.rollout(raw, run.tokenizer, ["3 + 5 =", "7 +"], 64, temperature=1.0, max_new_tokens=8, micro_batch=128)
+    assert made.completion_ids.max() < 120 <= wrong.completion_ids.max(), "near miss: the model as it is"
+    ids = made.prompt_ids, made.prompt_mask, made.completion_ids
+    for model in (run.student, run.teacher):
+        assert H.completion_logits(model, *ids).shape[-1] == 120
+    whole = H.completion_logits(raw, *ids)[..., :120]
+    sliced = H.token_logps(whole, torch.cat([made.prompt_ids[:, -1:], made.completion_ids], 1))
+    logp, _ = H.score(run.student, *ids)
+    assert torch.allclose(logp, sliced, atol=1e-5), "the softmax is over real tokens alone"
+    assert (logp - H.score(raw, *ids)[0]).max() > 0.01, "near miss: over all rows"
+    assert run.student.config.vocab_size == 128, "the weights keep their shape"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 11  One update, and the loop
 # ---------------------------------------------------------------------------------------------------------------------
@@ -3077,6 +3136,51 @@ def test_any_split_into_micro_batches_gives_the_same_gradient_of_a_step(method, 
     split, b = gradient(make_run(method=method, micro_batch=3, **settings))
     assert whole.norm() > 0 and close(whole, split), "divide once, before the split"
     assert abs(a["loss"] - b["loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("method, settings", EVERY, ids=lambda x: str(x))
+def test_slices_of_the_vocabulary_change_no_gradient(method, settings, monkeypatch):
+    whole, a = gradient(make_run(method=method, **settings))
+    monkeypatch.setattr(H.InSlices, "SIZE", 1)          # one position at a time
+    sliced, b = gradient(make_run(method=method, **settings))
+    assert whole.norm() > 0 and close(whole, sliced) and abs(a["loss"] - b["loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("method, settings", [*EVERY, ("hybrid", {"diagnose": True})], ids=lambda x: str(x))
+def test_the_logits_of_a_whole_batch_never_exist_at_once(method, settings):
+    run = make_run(method=method, micro_batch=3, **settings)
+    seen, look = [], lambda _module, _given, logits: seen.append(logits.shape[:2])
+    for model in filter(None, (run.student, run.teacher, run.reference)):
+        model.get_output_embeddings().register_forward_hook(look)
+    H.train_step(run, 0)
+    sampled, scored = {s for s in seen if s[1] == 1}, {s for s in seen if s[1] > 1}
+    assert scored and max(rows for rows, _ in scored) <= 3, f"16 completions in micro-batches of 3, seen {scored}"
+    assert all(rows <= 4 for rows, _ in sampled), "sampling: a prompt's group, and of its prompt the last position alone"
+
+
+@pytest.mark.parametrize("method", ["rstg", "m3-soft"])
+def test_the_step_whose_memory_is_measured_uses_every_part_of_its_method(method):
+    from toy_tasks import memory
+    run = memory.build(method, micro_batch=4, vocabulary=300, tokens=6)
+    metrics = H.train_step(run, 0)
+    assert metrics["grad_norm"] > 0 and metrics["negative_share"] > 0 and metrics["mixed_share"] > 0 and metrics["selected_share"] > 0
+
+
+@pytest.mark.parametrize("method", ["rstg", "m3-soft", "m3-eg", "gradnorm"])
+def test_gradient_checkpointing_computes_layers_again_and_changes_no_gradient(method, monkeypatch):
+    plain, _ = gradient(make_run(method=method))
+    run = make_run(method=method, gradient_checkpointing=True)
+    passes, layer = [], run.student.model.layers[0]
+    layer.self_attn.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    again, _ = gradient(run)
+    assert close(plain, again, 1e-6) and sum(passes) > 0 and len(passes) > sum(passes)
+    assert layer.training and not layer.self_attn.training and not run.student.training, "the layers are awake, dropout is not"
+    train_twice = len(passes)
+    passes.clear()
+    other = make_run(method=method)
+    other.student.model.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    gradient(other)
+    assert train_twice > len(passes), "a layer is computed once more on the way back"
 
 
 @pytest.mark.parametrize("method", ["grpo", "rstg", "grpo+opd-failed"])
@@ -3436,6 +3540,135 @@ def test_a_run_stopped_by_a_signal_resumes_to_the_same_weights_bit_for_bit(metho
     from safetensors.torch import load_file
     a, b = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def words_of(settings: dict) -> list[str]:
+    return [word for name, value in settings.items() for word in (H.flag_of(name), str(value))]
+
+
+def same_run(a: Path, b: Path):
+    from safetensors.torch import load_file
+    assert metrics_of(a) == metrics_of(b) and (a / "evaluation.json").read_text() == (b / "evaluation.json").read_text()
+    one, two = (load_file(folder / "final" / "model.safetensors") for folder in (a, b))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def killed_at(folder: Path, moment: int, **settings) -> int:
+    """A child process trains and kills itself with SIGKILL at its n-th write or rename; its exit status"""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1]
+    count = itertools.count(1)
+    for place, name in ((H.os, "replace"), (H.torch, "save"), (H.shutil, "rmtree"), (H, "train_step")):
+        def reached(*given, what=getattr(place, name), **more):
+            if next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return what(*given, **more)
+        setattr(place, name, reached)
+    try:
+        run_small(folder, **settings)
+    finally:
+        os._exit(0)
+
+
+def test_a_run_killed_at_any_moment_resumes_bit_for_bit(tmp_path):
+    settings = dict(steps=4, save_every=1, method="rstg", train_prompts=12, eval_problems=4)
+    run_small(tmp_path / "whole", **settings)
+    for moment in range(1, 14, 2):      # each resumes what the one before left, and gets a little further
+        status = killed_at(tmp_path / "parts", moment, resume=True, **settings)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL or moment > 9
+    run_small(tmp_path / "parts", resume=True, **settings)
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer_state.pt", "config.json", "tokenizer.json"])
+def test_a_broken_checkpoint_is_passed_over_with_one_warning(file, tmp_path, capsys):
+    settings = dict(steps=4, save_every=1, method="grpo", eval_problems=0)
+    run_small(tmp_path / "whole", **settings)
+    run_small(tmp_path / "parts", **settings)
+    broken = tmp_path / "parts" / "checkpoint-3" / file
+    broken.write_bytes(broken.read_bytes()[:-100])
+    capsys.readouterr()
+    run_small(tmp_path / "parts", resume=True, **settings)
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warned) == 1 and "checkpoint-3 (" in warned[0] and "goes on from checkpoint-2" in warned[0]
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_resume_goes_on_with_the_same_settings_or_more_steps_only(tmp_path, capsys):
+    settings = dict(method="grpo", steps=2, save_every=1, eval_problems=0)
+    run_small(tmp_path / "run", **settings)
+    words = lambda **more: words_of(SMALL | settings | more)
+    capsys.readouterr()
+    for change, expected in [(dict(lr=0.5), "--lr 0.5: the run in --out"), (dict(seed=3), "has --seed 0"),
+                             (dict(method="rstg"), "--method rstg: the run"), (dict(steps=1), "--steps 1: the run in --out")]:
+        assert H.main([*words(**change), "--resume", "--out", str(tmp_path / "run")]) == 2
+        printed = capsys.readouterr().err.strip()
+        assert expected in printed and len(printed.splitlines()) == 1
+    assert H.main([*words(steps=3, save_every=2), "--resume", "--out", str(tmp_path / "run")]) == 0
+    run_small(tmp_path / "whole", method="grpo", steps=3, eval_problems=0)
+    same_run(tmp_path / "whole", tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text("{")
+    assert H.main([*words(), "--resume", "--out", str(tmp_path / "run")]) == 2 and "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["student", "tokenizer", "torch", "limit"])
+def test_a_full_disk_ends_the_run_in_one_line_with_the_last_checkpoint_intact(place, tmp_path, capsys, monkeypatch):
+    import resource
+    import transformers
+    settings = dict(steps=3, save_every=1, method="grpo", eval_problems=0)
+    run_small(tmp_path / "whole", **settings)
+    step, before = H.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(run, number):
+        line = step(run, number)
+        if number == 1 and place == "limit":            # no file may grow beyond 1,000 bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        elif number == 1:
+            owner, name, error = {
+                "student": (transformers.PreTrainedModel, "save_pretrained", Exception("I/O error: No space left on device")),
+                "tokenizer": (transformers.PreTrainedTokenizerBase, "save_pretrained", OSError(28, "No space left on device")),
+                "torch": (torch, "save", RuntimeError("PytorchStreamWriter failed writing file"))}[place]
+            def stuck(*_, **__):
+                raise error
+            monkeypatch.setattr(owner, name, stuck)
+        return line
+
+    with monkeypatch.context() as patched:
+        patched.setattr(H, "train_step", full)
+        try:
+            code = H.main([*words_of(SMALL | settings), "--out", str(tmp_path / "run")])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    printed = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert code == 1 and len(printed) == 1 and "checkpoint-2 cannot be written" in printed[0] and "--resume" in printed[0]
+    monkeypatch.undo()
+    assert sorted(p.name for p in (tmp_path / "run").glob("checkpoint*")) == ["checkpoint-1"], "complete, or not there"
+    run_small(tmp_path / "run", resume=True, **settings)
+    same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_resume_starts_a_run_that_was_stopped_before_it_wrote_anything(tmp_path, capsys):
+    run_small(tmp_path / "whole", method="grpo", steps=1, eval_problems=0)
+    run_small(tmp_path / "run", method="grpo", steps=1, eval_problems=0, resume=True)
+    assert "starts from the beginning" in capsys.readouterr().err
+    same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("line, expected", [
+    ({"truncated_share": 1.0}, "not one completion ended within --max-new-tokens 16"),
+    ({"reward_mean": 0.0, "mixed_share": 0.0}, "every reward was 0"),
+    ({"mixed_share": 0.0}, "no group held right and wrong answers both"),
+    ({}, None), ({"reward_mean": None, "truncated_share": None}, None)])
+def test_a_run_that_cannot_learn_says_so_once(line, expected, tmp_path, monkeypatch, capsys):
+    line = {"reward_mean": 0.5, "mixed_share": 0.5, "negative_share": 0.2, "positive_share": 0.3, "truncated_share": 0.1} | line
+    monkeypatch.setattr(H, "train_step", lambda run, step: {"step": step} | line)
+    run_small(tmp_path / "run", method="grpo", steps=19, eval_problems=0)
+    assert "warning" not in capsys.readouterr().err, "19 steps may be chance"
+    run_small(tmp_path / "run", method="grpo", steps=60, eval_problems=0, overwrite=True)
+    warned = [text for text in capsys.readouterr().err.splitlines() if "warning" in text]
+    assert len(warned) == (expected is not None) and (not warned or f"warning: for 20 steps {expected}" in warned[0])
+    run_small(tmp_path / "run", method="grpo", steps=60, eval_problems=0, overwrite=True, warn_after=0)
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_what_a_run_wrote_loads_in_a_pipeline_and_the_teacher_pool_is_reused(tmp_path, monkeypatch):
@@ -4061,6 +4294,16 @@ def test_the_self_test_counts_false_alarms_and_names(capsys, monkeypatch):
     ("--opd-coef 0.01", "--opd-coef-floor 0.02: lies above"), ("--student nowhere", "--student nowhere: no such folder"), ("--student {empty}", "config.json is missing"),
     ("--teacher nowhere", "--teacher nowhere"), ("--teacher=", "--method rstg needs a teacher"), ("--device cuda", "--device cuda: this machine has none"), ("--device tpu", "one of auto, cpu, cuda"),
     ("--data nowhere.jsonl", "--data nowhere.jsonl: cannot be read"), ("--data {gold}", "line 2: answer is 'many'"), ("--data {json}", "line 2: not JSON"),
+    ("--data {seven}", "seven.jsonl, line 7: not JSON"), ("--data {unanswered}", "line 2: answer is missing"),
+    ("--data {twice}", "line 2: asks what line 1 asks"),
+    ("--data {silent}", "line 2: messages hold no question"), ("--data {talk}", "line 2: messages must be a list of objects"),
+    ("--reward exact", "--reward exact: belongs to --data"), ("--system Think", "--system Think: belongs to --data"),
+    ("--data {plain} --reward nowhere:judge", "--reward nowhere:judge: ModuleNotFoundError"),
+    ("--data {plain} --reward json:judge", "has no attribute 'judge'"),
+    ("--data {plain} --reward last", "--reward last: "),
+    ("--data {plain} --reward mine:ten", "it gave 10 for an empty completion"),
+    ("--data {plain} --reward mine:broken", "ZeroDivisionError"), ("--resume", "--resume: needs --out"),
+    ("--method m3-soft --gradient-checkpointing --exact-gate", "choose one"), ("--gradient-checkpointing yes", "takes no value"),
     ("--data {short}", "leave none for"), ("--data {void}", "0 questions leave none"), ("--out {used}", "--overwrite to replace it"),
     ("--out {empty}/file/x", "cannot be written"), ("--resume --out {empty}", "--resume: there is no run"), ("--max-new-tokens 4000", "window is 128")])
 def test_bad_input_is_one_line_that_names_flag_value_and_cure_before_a_model_loads(words, expected, tmp_path, capsys, monkeypatch):
@@ -4070,7 +4313,14 @@ def test_bad_input_is_one_line_that_names_flag_value_and_cure_before_a_model_loa
     (tmp_path / "used" / "config.json").write_text("{}")
     (tmp_path / "empty" / "file").write_text("")
     good = '{"prompt": "1 + 1 =", "answer": "2"}\n'
-    for name, text in {"gold": good + '{"prompt": "2 + 2 =", "answer": "many"}', "json": good + "{prompt: 2}", "short": good, "void": ""}.items():
+    plain = "".join(json.dumps({"prompt": f"{n} + 1 =", "answer": n + 1}) + "\n" for n in range(30))
+    more = {"plain": plain, "seven": "".join(plain.splitlines(keepends=True)[:6]) + "{'prompt': 7}\n" + plain,
+            "unanswered": good + '{"prompt": "2 + 2 ="}', "twice": good + good.replace('"2"', '"3"'), 
+            "talk": good + '{"messages": ["2 + 2?"], "answer": 4}',
+            "silent": good + '{"messages": [{"role": "assistant", "content": "4"}]}'}
+    (tmp_path / "mine.py").write_text("def ten(completion, answer): return 10\ndef broken(completion, answer): return 1 / 0\n")
+    gold = good + '{"prompt": "2 + 2 =", "answer": "many"}'
+    for name, text in {"gold": gold, "json": good + "{prompt: 2}", "short": good, "void": "", **more}.items():
         files[name] = tmp_path / f"{name}.jsonl"
         files[name].write_text(text)
     if "window" not in expected:        # the one mistake that only the model can tell
@@ -4125,7 +4375,109 @@ def test_questions_from_a_file_train_like_a_task(tmp_path):
     rows = [{"prompt": task.prompt(p), "answer": f"#### {task.answer(p)}"} for s in ("train", "eval") for p in task.problems(s, 20, 0)]
     (tmp_path / "q.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     result = run_small(tmp_path / "run", data=str(tmp_path / "q.jsonl"), steps=1, eval_problems=20)
-    assert result["after"]["all"][1] == 20
+    assert result["after"]["all"][1] == 20 and H.results_table(result).count("all") == 1
+
+
+def questions(tmp_path, count=40, **more):
+    task = toy_tasks.TASKS["chain_sum"]
+    problems = task.problems("train", count // 2, 0) + task.problems("eval", count // 2, 0)
+    rows = [{"prompt": task.prompt(p), "answer": task.answer(p)} | more for p in problems]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return toy_tasks.Questions(tmp_path / "questions.jsonl")
+
+
+def test_a_conversation_is_a_question_and_the_assistants_last_words_its_solution(tmp_path):
+    user, says = (lambda text: {"role": "user", "content": text}), (lambda text: {"role": "assistant", "content": text})
+    filler = [{"prompt": f"{n} + 2 =", "answer": float(n + 2)} for n in range(20)] + [{"prompt": "10^22 =", "answer": 1e22}]
+    rows = [{"messages": [user("2 + 3 =")], "answer": "5"}, {"messages": [user("4 + 5 ="), says("4 and 5 are 9")]},
+            {"messages": [user("1"), says("1"), user("6 + 7 =")], "answer": 13, "difficulty": 2}, *filler]
+    (tmp_path / "q.jsonl").write_text("\r\n".join(map(json.dumps, rows)), encoding="utf-8-sig")        # as some editors save it
+    task = toy_tasks.Questions(tmp_path / "q.jsonl")
+    assert task.reward(task.rows[-1], "22") == 0 and task.reward(task.rows[-1], "1" + "0" * 22) == 1
+    asked, worked, long = task.rows[:3]
+    assert (asked[1], worked[1:3], long[1], long[3]) == ("5", ("4 and 5 are 9",) * 2, "13", "2")
+    assert task.reward(worked, "that is 9") == 1 and task.reward(long, "12") == 0
+    task.render(tokenizer_with(TURNS), system="9")
+    expected = ["( 9 * 2 + 3 = =", "( 9 * 4 + 5 = =", "( 9 * 1 ) 1 * 6 + 7 = =", "( 9 * 0 + 2 = ="]
+    assert [task.prompt(p) for p in task.rows[:4]] == expected
+    picky = tokenizer_with("{{ raise_exception('no such role') }}")
+    for tokenizer, system, expected in [(tokenizer_with(), "", "line 1: a conversation: the tokenizer of --student has no chat template"),
+                                        (tokenizer_with(), "9", "--system: the tokenizer of --student has no chat template"),
+                                        (picky, "", "line 1: the chat template refuses it (no such role)")]:
+        refuses(expected, task.render, tokenizer, system)
+
+
+def test_a_reward_may_be_exact_or_anyones_function(tmp_path, monkeypatch, capsys):
+    (tmp_path / "judges.py").write_text("def half(completion, answer): return 0.5 * (answer in completion) + 0.5 * (answer == completion)"
+                                        "\ndef late(completion, answer): return 1.0 if not completion else None.real\n")
+    monkeypatch.chdir(tmp_path)
+    assert [toy_tasks.reward_function("exact")(c, "a b") for c in (" a b\n", "a  b", "a b.")] == [1, 0, 0]
+    assert [toy_tasks.reward_function("judges:half")(c, "x") for c in ("x", "xy", "")] == [1, 0.5, 0]
+    rows = [{"prompt": f"{n} + 1 =", "answer": "yes" if n % 2 else "no"} for n in range(40)]
+    Path("words.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_small(tmp_path / "run", data="words.jsonl", reward="exact", method="grpo", steps=1)
+    run_small(tmp_path / "half", data="words.jsonl", reward="judges:half", method="grpo", steps=1)
+    capsys.readouterr()
+    assert H.main("--data words.jsonl --reward judges:late --method grpo --out late --eval-problems 4".split()) == 2
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert len(printed) == 1 and "--reward judges:late: AttributeError" in printed[0] and "of the completion" in printed[0]
+
+
+def test_a_prompt_that_does_not_fit_the_window_is_refused_by_its_line(tmp_path, capsys):
+    questions(tmp_path)
+    lines = (tmp_path / "questions.jsonl").read_text().splitlines()
+    lines[6] = json.dumps({"prompt": "1 + " * 60 + "1 =", "answer": 61})
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    assert H.main(["--data", str(tmp_path / "questions.jsonl"), "--method", "grpo", "--out", str(tmp_path / "run")]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert "line 7: its prompt has 122 tokens, with --max-new-tokens 16 that is 138, and the model's window is 128" in printed
+    assert "\n" not in printed
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("method", ["rstg", "m3-soft"])
+def test_models_of_every_family_train_from_their_folders(family, method, tmp_path):
+    tokenizer = tokenizer_with()
+    tokenizer.pad_token = {"gpt2": None, "llama": tokenizer.eos_token}.get(family, tokenizer.pad_token)
+    student, teacher = folder_of(tmp_path / "s", family, 121, tokenizer), folder_of(tmp_path / "t", family, 128, tokenizer)
+    questions(tmp_path)
+    settings = dict(method=method, student=student, teacher=teacher, data=tmp_path / "questions.jsonl", out=tmp_path / "run", micro_batch=5)
+    assert H.main(["train", *words_of(SMALL | settings | dict(steps=2, prompts_per_step=4))]) == 0
+    assert all(math.isfinite(line["loss"]) for line in metrics_of(tmp_path / "run")) and len(metrics_of(tmp_path / "run")) == 2
+    H.load_model("--student", str(tmp_path / "run" / "final"), "cpu")
+
+
+def test_a_folder_without_all_weights_or_of_another_family_is_refused_in_one_line(tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+    student = Path(folder_of(tmp_path / "s", "llama"))
+    other = folder_of(tmp_path / "t", "llama", tokenizer=tokenizer_with())
+    weights = load_file(student / "model.safetensors")
+    for name, break_it in {"cut": lambda p: p.write_bytes(p.read_bytes()[:-100]), "absent": lambda p: p.unlink(),
+                           "lacks": lambda p: save_file({k: v for k, v in weights.items() if "norm" not in k}, p, {"format": "pt"})
+                           }.items():
+        break_it(Path(folder_of(tmp_path / name, "llama")) / "model.safetensors")
+        assert H.main(["--student", str(tmp_path / name), "--out", str(tmp_path / "run")]) == 2
+        printed = capsys.readouterr().err.strip().splitlines()
+        assert printed[-1].startswith(f"hybrid_rl.py: error: --student {tmp_path / name}: does not load")
+        assert "Traceback" not in "".join(printed)
+    assert H.main(["--student", str(student), "--teacher", other, "--out", str(tmp_path / "run")]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert f"--teacher {other}" in printed and str(student) in printed and "'<bos>'" in printed and len(printed.splitlines()) == 1
+
+
+def test_a_disk_without_room_is_refused_before_the_first_step(tmp_path, capsys, monkeypatch):
+    import resource
+    words, before = ["--method", "grpo", "--out", str(tmp_path / "run")], resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        assert H.main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written (File too large)" in capsys.readouterr().err
+    monkeypatch.setattr(H.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10**5}))
+    assert H.main(words) == 2
+    printed = capsys.readouterr().err.strip()
+    assert "0 MB are free there, and a checkpoint takes 1 MB" in printed and len(printed.splitlines()) == 1
 
 
 def test_help_names_every_flag_with_its_default_and_every_method(capsys):

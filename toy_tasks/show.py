@@ -115,7 +115,7 @@ def look(run: H.Run, step: int, exact: bool = False) -> Seen:
     k_dr, cosine, far = torch.zeros(3, *mask.shape, device=mask.device)
     for index in run.chunks(made, everyone):
         with torch.no_grad():
-            student, teacher = H.aligned_logits(run, made, index)
+            student, teacher = (H.upcast(z) / config.temperature for z in H.aligned_logits(run, made, index))
         cut = lambda x: x[index, :student.shape[1]]
         pair = H.two_residuals(looking.config, student, teacher, cut(made.completion_ids), cut(grpo), cut(mask))
         for whole, part in ((k_dr, H.cross_signal_ntk(*pair)), (cosine, H.cross_signal_ntk(*map(H.unit_residual, pair))),
