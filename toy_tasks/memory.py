@@ -6,7 +6,6 @@ The unit is the logits of one micro-batch: micro_batch x 129 x vocabulary x 4 by
 """
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ def resident(what: str) -> int:
 
 class Any:
     """Prompts of 16 numbers.  A quarter of the groups is all wrong, so that every part of a method has work."""
-
     def prompt(self, problem) -> str:
         return f"{problem} " + "5 " * 15
 
@@ -54,9 +52,9 @@ if __name__ == "__main__":
         parser.add_argument(flag, type=int, default=default)
     given = parser.parse_args()
     run = build(**vars(given))
-    own, unit, began = resident("VmRSS"), given.micro_batch * (given.tokens + 1) * given.vocabulary * 4, time.perf_counter()
+    own, unit = resident("VmRSS"), given.micro_batch * (given.tokens + 1) * given.vocabulary * 4
     Path("/proc/self/clear_refs").write_text("5")
     H.train_step(run, 0)
     above = resident("VmHWM") - own
     print(f"{given.method}: {above / 1e6:.0f} MB above the models' own {own / 1e6:.0f} MB, {above / unit:.2f} x the "
-          f"{unit / 1e6:.0f} MB of one micro-batch's logits; {time.perf_counter() - began:.0f} s")
+          f"{unit / 1e6:.0f} MB of one micro-batch's logits")
