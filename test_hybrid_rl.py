@@ -3191,7 +3191,7 @@ def test_rows_that_cannot_matter_are_not_computed_and_change_nothing(method, mon
     assert close(pruned, gradient(make_run(method=method))[0])
 
 
-def test_without_a_negative_group_rstg_is_grpo_bit_for_bit():
+def test_without_a_negative_group_a_step_of_rstg_is_one_of_grpo_bit_for_bit():
     rewards = ((1, 0, 0, 1), (0, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 1))
     a, b = gradient(make_run(rewards, method="rstg"))[0], gradient(make_run(rewards, method="grpo"))[0]
     assert a.norm() > 0 and torch.equal(a, b)
