@@ -4263,9 +4263,11 @@ def test_what_cannot_be_judged_is_one_line_with_exit_code_2(words, expected, tmp
 
 
 def test_the_module_judged_by_itself_from_the_shell_conforms_within_twenty_seconds():
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, H.__file__, "check", "hybrid_rl"], capture_output=True, text=True, cwd=Path(H.__file__).parent)
-    assert done.returncode == 0 and time.perf_counter() - began < 20 and len(done.stdout.splitlines()) == len(H.SPEC) + 1, done.stdout + done.stderr
+    began = sum(os.times()[2:4])                     # processor time of the children: a busy machine is not the oracle's fault
+    done = subprocess.run([sys.executable, H.__file__, "check", "hybrid_rl"], capture_output=True, text=True,
+                          cwd=Path(H.__file__).parent, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(H.SPEC) + 1, done.stdout + done.stderr
+    assert sum(os.times()[2:4]) - began < 20
 
 
 def test_the_self_test_counts_false_alarms_and_names(capsys, monkeypatch):
