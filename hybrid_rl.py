@@ -687,7 +687,8 @@ def distillation_residual(student_logits: Tensor, teacher_logits: Tensor, kind: 
 
     With clip (tau, nats) the residual is 0 where generalized_jsd > clip: there min(JSD, tau) is constant.  M3's K_DR
     and normalised residual use forward_kl, whose direction the others share near agreement (JSD_1/2 is 1/4 of it).
-    reverse_kl is NaN, as its value is inf, where the student can say what the teacher cannot.  Raises ValueError for another kind.
+    reverse_kl is NaN, as its value is inf, where the student can say what the teacher cannot.  Raises ValueError for
+    another kind.
     """
     logp_s, logp_t = _log_softmaxes(student_logits.detach(), teacher_logits, 1.0)
     p_s, p_t = logp_s.exp(), logp_t.exp()
@@ -837,7 +838,7 @@ def gradnorm_step(share: float, norm_r: float, norm_d: float, rate: float = 0.02
     After GradNorm, arXiv:1711.02257: descent on sum_i |w_i |g_i| - mean|, the weights rescaled to sum 1.  Unchanged where a norm
     is 0 or both are equally loud; else the odds of the share move by the factor exp(2 rate).
     """
-    # DEVIATES: no loss ratios (GRPO's loss is 0); log weights, which need no clamp.  test_gradnorm_settles_where_the_two_norms_are_equal
+    # DEVIATES: no loss ratios (GRPO's loss is 0); log weights need no clamp.  test_gradnorm_settles_where_the_two_norms_are_equal
     if not norm_r or not norm_d:
         return share
     difference = share * norm_d - (1 - share) * norm_r
@@ -952,7 +953,7 @@ def completion_logits(model, prompt_ids: Tensor, prompt_mask: Tensor, completion
 
     Position ids count real tokens: with left padding an absolute-position model is off by nats without them.
     """
-    mask = torch.cat([prompt_mask, torch.ones_like(completion_ids)], dim=1)      # padding behind an eos is seen by no earlier token
+    mask = torch.cat([prompt_mask, torch.ones_like(completion_ids)], dim=1)      # no earlier token sees the padding behind an eos
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     keep = completion_ids.shape[1] + 1
     logits = model(input_ids=torch.cat([prompt_ids, completion_ids], dim=1), attention_mask=mask, position_ids=positions,
@@ -982,7 +983,7 @@ class InSlices(torch.autograd.Function):
         for some in InSlices.cut(logits, *more):
             values = torch.stack(what(*some))                                    # (number of tensors, B, positions of the slice)
             whole = values.new_empty(len(values), *logits.shape[:2]) if whole is None else whole
-            whole[..., done:done + values.shape[-1]] = values                    # in place: pieces that stay would leave holes in the heap
+            whole[..., done:done + values.shape[-1]] = values                    # in place: pieces that stay leave holes in the heap
             done += values.shape[-1]
         return tuple(x.clone() for x in whole)
 
@@ -1010,7 +1011,8 @@ def token_values(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple
     return z.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1), token_entropy(z.detach())
 
 
-def score(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def score(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
+          temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """logp and (detached) entropy of a completion's tokens                            -> (B, T), (B, T)"""
     logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids)[:, :-1]
     logp, entropy = in_slices(lambda z, ids: token_values(z, ids, temperature), logits, completion_ids)
@@ -1055,8 +1057,9 @@ def encode(tokenizer, prompt: str) -> list[int]:
     return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
-def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperature: float, max_new_tokens: int, micro_batch: int) -> Rollouts:
-    """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), with torch's global generator."""
+def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperature: float, max_new_tokens: int,
+            micro_batch: int) -> Rollouts:
+    """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), by torch's global generator."""
     eos = eos_ids_of(model, tokenizer)
     pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     encoded = [encode(tokenizer, prompt) for prompt in prompts]
@@ -1124,8 +1127,10 @@ def trajectories_of(pool: dict, tokenizer, prompts: list[str], pad: int, device)
         return None
     p, t = (max(len(pair[i]) for pair in found) for i in (0, 1))
     make = lambda rows: torch.tensor(rows, device=device)
-    return Rollouts(make([[pad] * (p - len(a)) + a for a, _ in found]), make([[0] * (p - len(a)) + [1] * len(a) for a, _ in found]),
-                    make([b + [pad] * (t - len(b)) for _, b in found]), make([[1] * len(b) + [0] * (t - len(b)) for _, b in found]).bool(),
+    return Rollouts(make([[pad] * (p - len(a)) + a for a, _ in found]),
+                    make([[0] * (p - len(a)) + [1] * len(a) for a, _ in found]),
+                    make([b + [pad] * (t - len(b)) for _, b in found]),
+                    make([[1] * len(b) + [0] * (t - len(b)) for _, b in found]).bool(),
                     make([False] * len(found)))
 
 
@@ -1147,11 +1152,12 @@ class Run:
     optimizer: torch.optim.Optimizer
     problems: list
     pool: dict
-    memory: dict = dataclasses.field(default_factory=dict)      # what a method carries from step to step, saved with the optimizer
+    memory: dict = dataclasses.field(default_factory=dict)      # what a method carries from step to step; saved
 
     def __post_init__(self):
         if self.teacher is self.student:
-            raise UsageError("teacher and student are one object, so the teacher would move with the student; load it twice or deep-copy it")
+            raise UsageError("teacher and student are one object, so the teacher would move with the student; load it twice or "
+                             "deep-copy it")
         for frozen in filter(None, (self.teacher, self.reference)):
             frozen.eval().requires_grad_(False)
         self.student.eval()             # dropout off in training too: else the ratio of the first update is not 1
@@ -1258,7 +1264,8 @@ def aligned_logits(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Te
     return student[:, :-1, :width], teacher[:, :-1, :width]
 
 
-def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor,
+                  mask: Tensor) -> tuple[Tensor, Tensor]:
     """delta_D and delta_R of aligned logits, 0 outside the mask                             -> (b, t, V) x2"""
     residual_d = distillation_residual(student, teacher, teacher_share=config.jsd_share, clip=config.divergence_clip)
     residual_r = reward_residual(student, ids, advantages)
@@ -1271,19 +1278,18 @@ def exact_kernel(run: Run, batch: Rollouts, signals: Signals) -> Tensor:
     kernel = torch.zeros(2, *batch.mask.shape, dtype=run.student.dtype, device=batch.mask.device)
     for b in (signals.reward != 0).any(dim=1).nonzero():
         student, teacher = (upcast(z) / run.config.temperature for z in aligned_logits(run, batch, b))
-        cut = lambda x: x[b, :student.shape[1]]
-        pair = two_residuals(run.config, student, teacher, cut(batch.completion_ids), cut(signals.reward), cut(signals.weights) != 0)
+        ids, advantages, weights = (x[b, :student.shape[1]] for x in (batch.completion_ids, signals.reward, signals.weights))
+        pair = two_residuals(run.config, student, teacher, ids, advantages, weights != 0)
         kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, parameters, *map(unit_residual, pair)))
     return kernel
 
 
-def m3_stream(config: Config, student: Tensor, residual_d: Tensor, residual_r: Tensor, kernel: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Terms that push the M3 residual through the model (for M3-EG its teacher's part, see look_ahead), and the gate     -> (b, t) x2"""
-    if kernel is None:
-        # CHOICE: the gate looks at the residual form of K_DR, --exact-gate at the exact one.  test_the_gate_follows_the_kernel_it_is_given
-        k_dr, cosine = cross_signal_ntk(residual_d, residual_r), cross_signal_ntk(unit_residual(residual_d), unit_residual(residual_r))
-    else:
-        k_dr, cosine = kernel
+def m3_stream(config: Config, student: Tensor, residual_d: Tensor, residual_r: Tensor,
+              kernel: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Terms that push the M3 residual through the model, and the gate; for M3-EG the teacher's part alone       -> (b, t) x2"""
+    # CHOICE: the gate sees K_DR in residual form, --exact-gate the exact one.  test_the_gate_follows_the_kernel_it_is_given
+    k_dr, cosine = kernel or (cross_signal_ntk(residual_d, residual_r),
+                              cross_signal_ntk(unit_residual(residual_d), unit_residual(residual_r)))
     gate = (soft_gate(cosine, config.max_teacher_share, config.gate_sharpness) if config.row.join == "soft" else
             select_gate(k_dr, config.max_teacher_share))
     if config.row.join == "eg":
@@ -1299,7 +1305,7 @@ def vocabulary_terms(config: Config, student: Tensor, teacher: Tensor, ids: Tens
     values = [*token_values(student, ids), divergence[row.distillation](student, teacher)]
     if row.m3 or config.diagnose:
         pair = two_residuals(config, student, teacher, ids, advantages, mask)
-        values += [cross_signal_ntk(*pair), *(m3_stream(config, student, *pair, kernel or None) if row.m3 else ())]
+        values += [cross_signal_ntk(*pair), *(m3_stream(config, student, *pair, kernel) if row.m3 else ())]
     return tuple(values)
 
 
@@ -1316,8 +1322,8 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
         logp, entropy = run.forward(run.student, batch, index, run._scored)
     logp = logp.masked_fill(~mask, 0.0)
     logp_old = logp.detach() if signals.logp_old is None else cut(signals.logp_old).masked_fill(~mask, 0.0)
-    terms = lambda a: policy_terms(logp, logp_old, a, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip,
-                                   ratio_level=config.ratio_level, mask=mask)
+    terms = lambda a: policy_terms(logp, logp_old, a, clip_low=config.clip_low, clip_high=config.clip_high,
+                                   dual_clip=config.dual_clip, ratio_level=config.ratio_level, mask=mask)
     streams, seen = {}, {"entropy": entropy} | dict(zip(("k_dr", "m3", "gate"), more))
     if row.reward:
         streams["reward"] = (terms(cut(signals.reward)), weights)
@@ -1332,17 +1338,19 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
     if config.kl_coef:
         with torch.no_grad():
             logp_ref, _ = run.forward(run.reference, batch, index, run._scored)
-        streams["kl"] = (config.kl_coef * kl_terms(logp, logp_ref.masked_fill(~mask, 0.0), config.kl_kind, config.kl_gradient), weights)
+        kl = kl_terms(logp, logp_ref.masked_fill(~mask, 0.0), config.kl_kind, config.kl_gradient)
+        streams["kl"] = (config.kl_coef * kl, weights)
     return streams, {name: values.detach()[mask] for name, values in seen.items()}
 
 
 def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None) -> tuple[dict, dict, dict]:
-    """Backward of a step's completion streams, micro-batch by micro-batch -> losses, tokens seen, whole gradients that are needed apart
+    """Backward of a step's completion streams, micro-batch by micro-batch -> losses, tokens seen, whole gradients kept apart
 
     share: the teacher's in a mix of reward and divergence; None where the coefficients are in the signals already.
     """
     config, join, losses, seen, apart = run.config, run.config.row.join, {}, {}, {}
-    wanted = ("reward", "distillation") if config.diagnose or join in ("gradnorm", "pcgrad") else ("reward",) if join in ("select", "soft") else ()
+    wanted = (("reward", "distillation") if config.diagnose or join in ("gradnorm", "pcgrad") else
+              ("reward",) if join in ("select", "soft") else ())
     parameters = [p for p in run.student.parameters() if p.requires_grad]
     mix = {} if share is None else {"reward": 1 - share, "distillation": share}
     for index in run.chunks(batch, signals.live(everything=config.kl_coef > 0)):
@@ -1382,7 +1390,8 @@ def join_gradients(run: Run, share: float | None, apart: dict) -> None:
     elif join in ("select", "soft") and apart:
         memory["scale"] = ema(memory.get("scale"), apart["reward"].norm().item(), run.config.scale_decay)
         for p in run.student.parameters():
-            if p.grad is not None:      # CHOICE: 1 until a reward gradient was seen.  test_before_the_first_reward_the_scale_is_one
+            # CHOICE: 1 until a reward gradient was seen.  test_before_the_first_reward_the_scale_is_one
+            if p.grad is not None:
                 p.grad *= 1.0 if memory["scale"] is None else memory["scale"]
 
 
@@ -1435,7 +1444,8 @@ def geometry(run: Run, signals: Signals, seen: dict, apart: dict, opd_coef: floa
         logs |= dict.fromkeys(("kappa", "cos_phi", "drowning"))
     if run.config.diagnose and len(apart) == 2 and opd_coef:
         kappa, cos_phi = gradient_geometry(apart["reward"], apart["distillation"] / opd_coef)
-        descended = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in run.student.parameters() if p.requires_grad])
+        parameters = [p for p in run.student.parameters() if p.requires_grad]
+        descended = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
         logs |= {"kappa": number(kappa), "cos_phi": number(cos_phi), "drowning": bool(apart["distillation"] @ descended < 0)}
     return logs
 
@@ -1463,7 +1473,8 @@ def imitate(run: Run, prompts: list[str], all_prompts: int, coef: float) -> floa
     return value
 
 
-def descend(run: Run, batch: Rollouts | None, signals: Signals | None, imitated: list[str], all_prompts: int, opd_coef: float) -> dict:
+def descend(run: Run, batch: Rollouts | None, signals: Signals | None, imitated: list[str], all_prompts: int,
+            opd_coef: float) -> dict:
     """One optimizer update: accumulate, join, look ahead, move.  Returns what there is to log of it"""
     config, row, model = run.config, run.config.row, run.student
     mixed = bool(row.reward and row.distillation == "jsd")
@@ -1485,7 +1496,8 @@ def descend(run: Run, batch: Rollouts | None, signals: Signals | None, imitated:
         logs |= {"distillation_loss": losses.get("distillation", 0.0), "teacher_share": share}
         if config.diagnose:
             logs["distillation_change"] = distillation_value(run, batch, signals) - logs["distillation_loss"]
-    loss = sum(value * {"reward": 1 - share, "distillation": share}[name] for name, value in losses.items() if value) if mixed else sum(losses.values())
+    parts = {"reward": 1 - share, "distillation": share} if mixed else {}
+    loss = sum(parts.get(name, 1.0) * value for name, value in losses.items())
     return logs | {"loss": loss, "grad_norm": norm, "entropy": seen["entropy"].mean().item() if seen else None}
 
 
@@ -1493,8 +1505,10 @@ def group_logs(batch: Rollouts, rewards: Tensor) -> dict:
     """What a metrics line says of a step's completions"""
     routes = route_groups((rewards == 1).int())
     share = lambda route: (routes == route).float().mean().item()
-    return {"reward_mean": rewards.mean().item(), "negative_share": share(NEGATIVE), "mixed_share": share(MIXED), "positive_share": share(POSITIVE),
-            "completion_length": batch.mask.sum(dim=1).float().mean().item(), "truncated_share": batch.truncated.float().mean().item()}
+    return {"reward_mean": rewards.mean().item(),
+            "negative_share": share(NEGATIVE), "mixed_share": share(MIXED), "positive_share": share(POSITIVE),
+            "completion_length": batch.mask.sum(dim=1).float().mean().item(),
+            "truncated_share": batch.truncated.float().mean().item()}
 
 
 def warning_of(config: Config, lines: list[dict]) -> str | None:
@@ -1523,7 +1537,8 @@ def train_step(run: Run, step: int) -> dict:
     batch, rewards = collect(run, problems)
     hybrid = config.method in users_of(Config.__dataclass_fields__["opd_coef"])
     opd_coef = anneal(step, config.opd_coef, config.opd_coef_slope, config.opd_coef_floor) if hybrid else 1.0
-    logs = {"step": step} | dict.fromkeys(("reward_mean", "negative_share", "mixed_share", "positive_share", "completion_length", "truncated_share"))
+    logs = {"step": step} | dict.fromkeys(("reward_mean", "negative_share", "mixed_share", "positive_share",
+                                           "completion_length", "truncated_share"))
     imitated, signals = prompts if row.imitation == "all" else [], None
     if batch is not None:
         logs |= group_logs(batch, rewards)
@@ -1834,7 +1849,8 @@ def train(config: Config) -> dict:
     write_json(folder / "evaluation.json", result)
     metrics, warned = folder / "metrics.jsonl", None
     lines = keep_lines(metrics, first)
-    save = lambda step: save_model(run, folder / f"checkpoint-{step}", {"optimizer": run.optimizer.state_dict(), "memory": run.memory})
+    save = lambda step: save_model(run, folder / f"checkpoint-{step}",
+                                   {"optimizer": run.optimizer.state_dict(), "memory": run.memory})
     with metrics.open("a") as log, catching_signals() as caught, \
             tqdm(total=config.steps, initial=first, desc=config.method, unit="step") as bar:
         for step in range(first, config.steps):
