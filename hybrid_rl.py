@@ -726,7 +726,7 @@ def cross_signal_ntk(residual_d: Tensor, residual_r: Tensor) -> Tensor:
 
 def exact_cross_signal_ntk(logits: Tensor, parameters: Sequence[Tensor], residual_d: Tensor, residual_r: Tensor,
                            eps: float = 1e-12) -> tuple[Tensor, Tensor]:
-    """K_DR[b,t] = <J_t delta_D, J_t delta_R>, J_t = dlogits[b,t]/dparameters, and its cosine      (B, T, V) x3 -> (B, T) x2
+    """K_DR[b,t] = <J_t delta_D, J_t delta_R>, J_t = (dlogits[b,t]/dparameters)^T, and its cosine  (B, T, V) x3 -> (B, T) x2
 
     cos phi = K_DR / (|J_t delta_D| |J_t delta_R| + eps).  logits carry their graph.  Two backward passes a position, batched by
     16 positions: for small models and few of them.  Positions where a residual is 0 give 0 and cost nothing.
@@ -756,8 +756,9 @@ def _share(name: str, value: float) -> float:
 def select_gate(k_dr: Tensor, max_share: float = 0.5) -> Tensor:
     """alpha[b,t] = alpha_max [K_DR >= 0], the teacher's share at a token                              (B, T) -> (B, T)
 
-    M3-Select.  With the exact K_DR, <h_H, h_R> >= (1 - alpha_max) |h_R|^2 at every position: the joint step never works against
-    the reward.  With the residual form it can.  A token where the teacher is silent (K_DR = 0) still gives it its share.
+    M3-Select.  With the exact K_DR, <h_H, h_R> >= (1 - alpha_max) |h_R|^2 at every position, h_q = J_t unit(delta_q): no token's
+    joint pull works against its own reward pull.  With the residual form it can, and the sum over tokens has cross terms that
+    no gate sees.  A token where the teacher is silent (K_DR = 0) still gives it its share: the reward keeps 1 - alpha_max.
     """
     return _share("max_share", max_share) * (k_dr.detach() >= 0).to(upcast(k_dr).dtype)
 
@@ -773,7 +774,8 @@ def soft_gate(cosine: Tensor, max_share: float = 0.5, sharpness: float = 1.0) ->
 def m3_residual(residual_d: Tensor, residual_r: Tensor, gate: Tensor, eps: float = 1e-6) -> Tensor:
     """alpha unit(delta_D) + (1 - alpha) unit(delta_R)                             (B, T, V) x2, (B, T) -> (B, T, V)
 
-    Normalise, then gate: rescaling a signal changes nothing (up to eps), so neither can drown the other.
+    Normalise, then gate: rescaling a signal changes nothing (up to eps), so neither can drown the other.  Of an advantage
+    only the sign is left.
     """
     same_shape(residual_d=residual_d, residual_r=residual_r)
     same_shape(**{"residual (without vocabulary)": residual_d[..., 0], "gate": gate})
@@ -1622,6 +1624,16 @@ def pick_device(config: Config) -> str:
 MAY_CHANGE = ("out", "resume", "overwrite", "save_every", "plot", "device", "micro_batch", "gradient_checkpointing", "warn_after")
 
 
+def saved_settings(folder: Path) -> dict:
+    """The settings of the run in a folder, but for those that are about where and how it is started; {} where there is none"""
+    try:
+        saved = dict(json.loads((folder / "config.json").read_text())) if (folder / "config.json").exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"--resume: {folder / 'config.json'} cannot be read ({error})") from None
+    fields = Config.__dataclass_fields__
+    return {k: v for k, v in saved.items() if k in fields and v != fields[k].default and k not in ("out", "resume", "overwrite")}
+
+
 def check_same_run(config: Config, folder: Path) -> None:
     """--resume goes on with the same run: a setting that would make it another one is refused, more --steps are welcome."""
     if not (folder / "config.json").exists():           # stopped before it wrote anything?
@@ -1630,10 +1642,7 @@ def check_same_run(config: Config, folder: Path) -> None:
             raise UsageError(f"--resume: there is no run in --out {folder}, but other files are")
         print(f"warning: --resume: there is no run in --out {folder} yet; starts from the beginning", file=sys.stderr)
         return
-    try:
-        before = dict(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"--resume: {folder / 'config.json'} cannot be read ({error})") from None
+    before = saved_settings(folder)
     for field in dataclasses.fields(config):
         flag, old, new = flag_of(field.name), before.get(field.name, field.default), getattr(config, field.name)
         if old != new and field.name not in MAY_CHANGE and not (field.name == "steps" and new > old):
@@ -1881,7 +1890,8 @@ def train(config: Config) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 #
 # gold = the reference in float64, plain = the same reference in the candidate's dtype, both on inputs rounded to that dtype.
-# A candidate may lose twice what the plain formula loses, and four roundings of a typical number:
+# A candidate may lose twice what the plain formula loses (it may round in another order), and four roundings of the largest number
+# (where the plain formula happens to lose nothing):
 #
 #     |candidate - gold|  <=  2 max |plain - gold| + 4 eps scale,     scale = max |gold|, and mean |term| for a loss
 #
@@ -2393,7 +2403,8 @@ def mistake(function: str, tried: list[tuple[Case, dict[str, Tensor]]]) -> str:
     except UsageError as error:
         return f"no name for the mistake: {error}"
     found = [f"{name}: {line}" for name, (_, wrong, line) in gallery.items() if fits(wrong, tried)]
-    return found[0] if len(found) == 1 else f"{len(found)} of {len(gallery)} known mistakes fit" + "; ".join(["", *found])
+    none = " all cases; where two mistakes meet, one --case at a time may name each" if not found else ""
+    return found[0] if len(found) == 1 else f"{len(found)} of {len(gallery)} known mistakes fit{none}" + "; ".join(["", *found])
 
 
 @dataclass
@@ -2424,7 +2435,7 @@ class Report:
             if f.judged:
                 line += f"{f.error:11.2e} {f.allowed:9.2e}  {f.stage:26} {f.case!r}, seed {f.seed}"
                 line += f" ({f.unjudged} of {f.judged + f.unjudged} without verdict)" if f.unjudged else ""
-            line += f"; does not take {f.lacking}" if f.lacking else ""
+            line += f"; not judged: {f.lacking}" if f.lacking else ""
             lines.append(line + f.said * (f.verdict != "differs"))
             if f.verdict == "differs":
                 lines += [f"    {f.said}", f"    again: python hybrid_rl.py check {self.target} --function {f.function} "
@@ -2452,7 +2463,7 @@ def check_function(name: str, candidate: Callable, dtype: str, seeds: Sequence[i
     if not tried:
         return Finding(name, "cannot be judged", said=f"takes no case: lacks {', '.join(sorted(lacking))}")
     finding = judge(name, tried, "conforms" if dtype == "float32" else "as accurate as the plain formula")
-    return dataclasses.replace(finding, lacking=", ".join(sorted(lacking)))
+    return dataclasses.replace(finding, lacking="; ".join(sorted(lacking)))
 
 
 def check_conformance(candidates, *, functions: Sequence[str] | None = None, dtype: torch.dtype = torch.float32,
@@ -2525,8 +2536,8 @@ def from_json(x: dict) -> Tensor:
 
 def check_results(results: str, vectors: str) -> Report:
     """Judges what another language computed: {"format": ..., "results": {id: {stage: {"shape": [...], "data": [...]}}}}"""
-    given, tried = read_json("--results", results, "results"), {}
-    for asked in read_json("--vectors", vectors, "cases"):
+    given, asked_all, tried = read_json("--results", results, "results"), read_json("--vectors", vectors, "cases"), {}
+    for asked in asked_all:
         if asked["id"] not in given:
             continue
         try:
@@ -2543,8 +2554,12 @@ def check_results(results: str, vectors: str) -> Report:
         tried.setdefault((asked["function"], asked["dtype"]), []).append((case, found))
     if not tried:
         raise UsageError(f"--results {results}: holds none of the cases of {vectors}")
-    return Report([judge(name, rows, "conforms" if dtype == "float32" else "as accurate as the plain formula")
-                   for (name, dtype), rows in tried.items()], f"--results {results} --vectors {vectors}")
+    findings = [judge(name, rows, "conforms" if dtype == "float32" else "as accurate as the plain formula")
+                for (name, dtype), rows in tried.items()]
+    for finding, ((name, dtype), rows) in zip(findings, tried.items()):
+        asked = sum((case["function"], case["dtype"]) == (name, dtype) for case in asked_all)
+        finding.lacking = f"{asked - len(rows)} of its {asked} cases in {dtype}" if len(rows) < asked else ""
+    return Report(findings, f"--results {results} --vectors {vectors}")
 
 
 def load_candidates(target: str, functions: list[str]) -> dict:
@@ -2646,8 +2661,8 @@ def probe_report(folder: Path) -> str:
     kappas = [line["kappa"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["kappa"]]
     if not kappas:
         return "No step had a reward gradient (no mixed group), so kappa has no value; easier prompts or a larger --group-size would give one."
-    mean = sum(kappas) / len(kappas)
-    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
+    mean, middle = sum(kappas) / len(kappas), sorted(kappas)[len(kappas) // 2]
+    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, median {middle:.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
             f"rule of thumb (over 5000 m3-select, over 1000 m3-soft, else hybrid is enough): {strategy_for(mean)}\n"
             "A heuristic of the paper's authors, found on other models and tasks: try the alternatives before you rely on it.")
 
@@ -2679,8 +2694,9 @@ def build_parser() -> OneLineParser:
     methods = "\n".join(f"  {name:18} {row.summary}" for name, row in METHODS.items())
     parser = OneLineParser(prog="python hybrid_rl.py train", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                            description="Train a language model with one method on one task.  Without flags: RSTG, on the toy.",
-                           epilog=f"methods:\n{methods}\n\nA flag that the chosen method does not read is refused.  Exit code 2: something given cannot "
-                                  "be used; 130, 143: stopped by a signal, state saved.")
+                           epilog=f"methods:\n{methods}\n\nother commands: check TARGET (the oracle) and vectors FILE, each with its own "
+                                  "--help.\n\nA flag that the chosen method does not read is refused.  Exit code 2: something given "
+                                  "cannot be used; 130, 143: stopped by a signal, state saved.")
     for field in dataclasses.fields(Config):
         legal, default = field.metadata["legal"], field.default
         text = field.metadata["help"] + (f"; {legal}" if isinstance(legal, str) and legal else "")
@@ -2711,6 +2727,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if "steps" in given:
                 raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one out")
             given = {"method": "hybrid", "eval_problems": 0, "save_every": 0} | given | {"steps": given["probe"], "diagnose": True}
+        if given.get("resume") and given.get("out"):        # what is not given is as it was
+            given = saved_settings(Path(given["out"])) | given
         config = Config(**given)
         result = train(config)
     except UsageError as error:
@@ -2719,6 +2737,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:           # outside the steps, where nothing is there to be saved
         print("hybrid_rl.py: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:             # whoever read our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (FloatingPointError, OSError) as error:
         print(f"hybrid_rl.py: error: {error}", file=sys.stderr)
         return 1

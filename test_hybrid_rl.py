@@ -1921,7 +1921,7 @@ def select_geometry(scene, gate_of, max_share: float) -> tuple:
 
 
 @pytest.mark.parametrize("seed, max_share", [(0, 0.5), (10, 0.9), (20, 1.0), (30, 0.15)])
-def test_select_with_the_exact_gate_never_works_against_the_reward(seed, max_share):
+def test_select_with_the_exact_gate_works_at_no_token_against_its_own_reward(seed, max_share):
     scene = Scene(seed, layers=2)
     exact = lambda d, r: H.exact_cross_signal_ntk(scene.logits, scene.parameters, d, r)[0]
     joint, alone = select_geometry(scene, exact, max_share)
@@ -3607,6 +3607,9 @@ def test_resume_goes_on_with_the_same_settings_or_more_steps_only(tmp_path, caps
     assert H.main([*words(steps=3, save_every=2), "--resume", "--out", str(tmp_path / "run")]) == 0
     run_small(tmp_path / "whole", method="grpo", steps=3, eval_problems=0)
     same_run(tmp_path / "whole", tmp_path / "run")
+    assert H.main(["--resume", "--out", str(tmp_path / "run"), "--steps", "4"]) == 0, "what is not given is as it was"
+    run_small(tmp_path / "longer", method="grpo", steps=4, eval_problems=0)
+    same_run(tmp_path / "longer", tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text("{")
     assert H.main([*words(), "--resume", "--out", str(tmp_path / "run")]) == 2 and "cannot be read" in capsys.readouterr().err
 
@@ -4093,7 +4096,7 @@ def test_what_a_candidate_lacks_is_said_and_what_it_has_is_judged():
     report = H.check_conformance({"grpo_loss": lambda logp, logp_old, advantages, mask: H.grpo_loss(logp, logp_old, advantages, mask)},
                                  functions=["grpo_loss", "sft_loss"], seeds=[0])
     loss, missing = report.findings
-    assert loss.verdict == "conforms" and "dual_clip" in loss.lacking and "kl_coef" in loss.lacking and "does not take" in str(report)
+    assert loss.verdict == "conforms" and "dual_clip" in loss.lacking and "kl_coef" in loss.lacking and "not judged: " in str(report)
     assert missing.verdict == "missing" and report.exit_code == 2
 
 
@@ -4364,7 +4367,7 @@ def test_a_probe_reports_the_mean_kappa_of_the_naive_mix_and_calls_its_rule_a_he
     assert H.main(["--probe", "2", *words]) == 0
     kappas = [line["kappa"] for line in metrics_of(tmp_path / "probe")]
     printed = capsys.readouterr().out
-    assert len(kappas) == 2 and f"mean {sum(kappas) / 2:.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over 2 steps" in printed
+    assert len(kappas) == 2 and f"mean {sum(kappas) / 2:.4g}, median {max(kappas):.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over 2 steps" in printed
     assert "rule of thumb" in printed and "else hybrid is enough): hybrid" in printed and "heuristic" in printed
     (tmp_path / "metrics.jsonl").write_text('{"kappa": null}\n')
     assert "No step had a reward gradient" in H.probe_report(tmp_path)

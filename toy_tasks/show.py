@@ -150,14 +150,15 @@ def stream_of(config: H.Config, route: int, omega: float, token: dict) -> tuple[
         word = f"reward {direction(reward)}" if teacher else direction(reward)
         if teacher:
             return "both", f"{word}, " + (f"teacher {direction(teacher)}" if pg else f"ahead {share:.2f}" if row.join == "eg" else f"teacher {share:.2f}")
-        return "reward", word + (", teacher clipped" if clipped else ", teacher opposes" if shut else "")
+        left = f" x{1 - gate:.2f}" if row.m3 and row.join != "eg" and gate else ""       # the gate takes from the reward all the same
+        return "reward", word + left + (", teacher far" if clipped else ", teacher opposes" if shut else "")
     if teacher:
         if pg:
             return "teacher", direction(teacher) + (f", omega {omega:.2f}" if row.weighted else "")
         return "teacher", "whole distribution" if not row.reward else "look-ahead only" if row.join == "eg" else f"share {share:.2f}"
     why = ("it never ended" if not token["live"] else "trajectory only" if row.rollouts == "pool" or (
                row.imitation and not row.distillation and route == H.NEGATIVE) else
-           "teacher clipped" if clipped else "teacher never right" if row.weighted and route == H.NEGATIVE and not omega else
+           "teacher far" if clipped else "teacher never right" if row.weighted and route == H.NEGATIVE and not omega else
            "not selected" if pg and token["hears"] and not token["selected"] else "teacher agrees" if pg and token["hears"] else
            {H.NEGATIVE: "silent, all wrong", H.MIXED: "advantage 0", H.POSITIVE: "silent, all right"}[route])
     return "nobody", why
@@ -276,7 +277,7 @@ def explain(run: H.Run, step: int, search: int, exact: bool) -> tuple[list[dict 
 def legend(config: H.Config, exact: bool) -> list[tuple[str, str]]:
     """(heading, what it is) of every column, as this method uses it"""
     row, own = config.row, {}
-    tau = f", or the teacher is further away than {config.divergence_clip:g} nats (clipped)" if row.distillation == "jsd" and row.reward else ""
+    tau = f", or the teacher is further away than {config.divergence_clip:g} nats (far)" if row.distillation == "jsd" and row.reward else ""
     own["k_dr"] = tau + ("; exact, through the student's Jacobian" if exact else "; residual form")
     own["gate"] = (f"{config.max_teacher_share:g} where K_DR >= 0, else 0" if row.join in ("select", "eg") else
                    f"{config.max_teacher_share:g} x sigmoid({config.gate_sharpness:g} x cos)" + ", as M3-Soft would have it" * (not row.m3))
