@@ -1083,7 +1083,8 @@ def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperatur
 
 
 def texts_of(tokenizer, rollouts: Rollouts) -> list[str]:
-    return [tokenizer.decode(ids[mask], skip_special_tokens=True) for ids, mask in zip(rollouts.completion_ids, rollouts.mask)]
+    lengths = rollouts.mask.sum(dim=1).tolist()
+    return [tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in zip(rollouts.completion_ids.tolist(), lengths)]
 
 
 def rewards_of(task, problems: list, texts: list[str]) -> Tensor:
@@ -1224,6 +1225,7 @@ class Signals:
     distillation: Tensor                # (B, T) advantages, or the coefficient of a divergence
     logp_old: Tensor | None             # (B, T), None = on-policy: logp detached
     kernel: Tensor | None = None        # (2, B, T) exact K_DR and its cosine, where the gate is to use them
+    kept: tuple | None = None           # (index, logp, entropy) with their graph, where all rows that matter were scored already
 
     def live(self, everything: bool) -> Tensor:
         """Rows with a non-zero coefficient                                               -> (B,) bool"""
@@ -1237,11 +1239,18 @@ def listen(run: Run, batch: Rollouts, rewards: Tensor, confidence: Tensor, opd_c
     weights = token_weights(mask, config.aggregation, config.aggregation_length or config.max_new_tokens, config.empty_rows)
     advantages = group_advantages(rewards, scale=config.advantage_scale, ddof=config.advantage_ddof, eps=config.advantage_eps,
                                   baseline=config.baseline)
-    everyone, logp_old, logs, pg = torch.ones_like(batch.truncated), None, {}, {}
+    everyone, logp_old, logs, pg, kept = torch.ones_like(batch.truncated), None, {}, {}, None
     if row.distillation == "pg":
         hears = listening(outcomes, row.where) & ((confidence > 0)[:, None] | (not row.weighted))      # (N, G)
         hears = hears.flatten() & mask.any(dim=1)
-        logp_old, entropy = run.score_all(run.student, batch, everyone if config.updates > 1 else hears)
+        matter = run.chunks(batch, (hears | (advantages != 0).flatten()) & mask.any(dim=1))
+        if len(matter) == 1 and config.updates == 1 and not config.kl_coef:         # on-policy, one pass is both: logp_old = logp
+            kept = (matter[0], *run.forward(run.student, batch, matter[0], run._scored))
+            logp_old, entropy = (torch.zeros_like(batch.mask, dtype=x.dtype) for x in kept[1:])
+            for whole, part in ((logp_old, kept[1]), (entropy, kept[2])):
+                whole[matter[0], :part.shape[1]] = part.detach()
+        else:
+            logp_old, entropy = run.score_all(run.student, batch, everyone if config.updates > 1 else hears)
         logp_teacher, _ = run.score_all(run.teacher, batch, hears)
         a_opd = opd_advantages(logp_old, logp_teacher).masked_fill(~(hears[:, None] & mask), 0.0)
         pg = {"advantages_opd": a_opd, "entropy": entropy, "confidence": confidence, "select_share": config.select_share}
@@ -1254,7 +1263,7 @@ def listen(run: Run, batch: Rollouts, rewards: Tensor, confidence: Tensor, opd_c
     if row.distillation and row.distillation != "pg":
         distillation = mask.float()
     logs["selected_share"] = (distillation != 0).sum().item() / max(1, int(mask.sum()))
-    return Signals(weights, reward, distillation, logp_old if config.updates > 1 else None), logs
+    return Signals(weights, reward, distillation, logp_old if config.updates > 1 else None, kept=kept), logs
 
 
 def aligned_logits(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -1321,7 +1330,7 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
         logp, entropy, divergence, *more = in_slices(lambda *some: vocabulary_terms(config, *some), *logits,
                                                      cut(batch.completion_ids), cut(signals.reward), mask, *kernel)
     else:
-        logp, entropy = run.forward(run.student, batch, index, run._scored)
+        logp, entropy = signals.kept[1:] if signals.kept else run.forward(run.student, batch, index, run._scored)
     logp = logp.masked_fill(~mask, 0.0)
     logp_old = logp.detach() if signals.logp_old is None else cut(signals.logp_old).masked_fill(~mask, 0.0)
     terms = lambda a: policy_terms(logp, logp_old, a, clip_low=config.clip_low, clip_high=config.clip_high,
@@ -1355,7 +1364,7 @@ def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None)
               ("reward",) if join in ("select", "soft") else ())
     parameters = [p for p in run.student.parameters() if p.requires_grad]
     mix = {} if share is None else {"reward": 1 - share, "distillation": share}
-    for index in run.chunks(batch, signals.live(everything=config.kl_coef > 0)):
+    for index in signals.kept[:1] if signals.kept else run.chunks(batch, signals.live(everything=config.kl_coef > 0)):
         streams, tokens = completion_streams(run, batch, signals, index)
         for name in wanted:
             if name in streams:

@@ -3191,6 +3191,22 @@ def test_rows_that_cannot_matter_are_not_computed_and_change_nothing(method, mon
     assert close(pruned, gradient(make_run(method=method))[0])
 
 
+@pytest.mark.parametrize("method, passes", [("rstg", 1), ("grpo+opd", 1), ("opd", 1), ("grpo", 1)])
+def test_on_policy_the_pass_that_scores_is_the_pass_that_trains(method, passes, monkeypatch):
+    made = H.rollout            # sample once, so that the split alone differs
+    monkeypatch.setattr(H, "rollout", lambda *a, **k: made(*a, **(k | {"micro_batch": 256})))
+
+    def counted(**settings):
+        run, seen = make_run(method=method, **settings), []
+        forward = H.Run.forward
+        monkeypatch.setattr(H.Run, "forward", lambda self, model, *rest: (seen.append(model is self.student), forward(self, model, *rest))[1])
+        found = gradient(run)[0]
+        monkeypatch.setattr(H.Run, "forward", forward)
+        return found, sum(seen) - (method == "rstg")            # the trajectories take one of their own
+    (one, calls), (split, many) = counted(), counted(micro_batch=3)
+    assert calls == passes < many and close(one, split), "and the gradient is that of scoring first and training after"
+
+
 def test_without_a_negative_group_a_step_of_rstg_is_one_of_grpo_bit_for_bit():
     rewards = ((1, 0, 0, 1), (0, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 1))
     a, b = gradient(make_run(rewards, method="rstg"))[0], gradient(make_run(rewards, method="grpo"))[0]
