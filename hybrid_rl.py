@@ -1591,8 +1591,10 @@ def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
 
 def load_model(flag: str, name: str, device: str):
     """(model, tokenizer) of an ordinary Hugging Face folder or hub name, float32 weights"""
+    from huggingface_hub.utils import logging as hub
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    hub.set_verbosity_error()           # a hub that is out of reach is said once, below, not at each retry
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         if info["missing_keys"]:
@@ -1602,7 +1604,9 @@ def load_model(flag: str, name: str, device: str):
         model.get_output_embeddings().register_forward_hook(lambda _module, _given, logits: logits[..., :width])
         return model.to(device), tokenizer
     except Exception as error:          # safetensors and tokenizers raise kinds of their own
-        raise UsageError(f"{flag} {name}: does not load as a causal language model ({' '.join(str(error).split())[:200]})") from None
+        where = "" if Path(name).is_dir() else "is no folder here, and from the hub it "
+        raise UsageError(f"{flag} {name}: {where}does not load as a causal language model "
+                         f"({' '.join(str(error).split())[:200]})") from None
 
 
 def check_model_folder(flag: str, name: str) -> None:
