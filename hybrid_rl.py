@@ -1166,7 +1166,9 @@ class Run:
         self.student.eval()             # dropout off in training too: else the ratio of the first update is not 1
         if self.config.gradient_checkpointing:
             from transformers.modeling_layers import GradientCheckpointingLayer
-            self.student.activation_checkpointing_enable({"use_reentrant": False})
+            student = self.student      # transformers renamed it in 5.24
+            enable = getattr(student, "activation_checkpointing_enable", None) or student.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
             for layer in self.student.modules():        # it works in training mode alone; the dropout inside stays in eval mode
                 layer.training = isinstance(layer, GradientCheckpointingLayer)
         eos = eos_ids_of(self.student, self.tokenizer)
