@@ -282,6 +282,11 @@ def same_shape(**tensors: Tensor) -> None:
         raise ValueError("shapes differ: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items()))
 
 
+def _aligned_logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Where logits[b,t] predict ids[b,t]                                              (B, T, V), (B, T) -> (B, T)"""
+    return (upcast(logits) / temperature).log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+
+
 def token_logps(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """logp[b,t] = log softmax(logits[b,t] / temperature)[ids[b,t+1]]                  (B, L, V), (B, L) -> (B, L-1)
 
@@ -289,8 +294,7 @@ def token_logps(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor
     no score. Raises ValueError where logits and ids differ in B or L.
     """
     same_shape(**{"logits (without vocabulary)": logits[..., 0], "ids": ids})
-    logp_all = (upcast(logits[:, :-1]) / temperature).log_softmax(dim=-1)        # (B, L-1, V)
-    return logp_all.gather(-1, ids[:, 1:, None]).squeeze(-1)                     # (B, L-1)
+    return _aligned_logps(logits[:, :-1], ids[:, 1:], temperature)               # (B, L-1)
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -1009,8 +1013,7 @@ def in_slices(what: Callable, logits: Tensor, *more: Tensor) -> tuple[Tensor, ..
 
 def token_values(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """logp and (detached) entropy; logits[b,t] predict ids[b,t], where token_logps shifts     (B, T, V), (B, T) -> (B, T) x2"""
-    z = upcast(logits) / temperature
-    return z.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1), token_entropy(z.detach())
+    return _aligned_logps(logits, ids, temperature), token_entropy(logits.detach(), temperature)
 
 
 def score(model, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor,
@@ -1198,6 +1201,11 @@ class Run:
         return score(model, *ids, temperature=self.config.temperature)
 
 
+def trainable(model) -> list[torch.nn.Parameter]:
+    """The parameters that a step moves, in the order of a flat gradient"""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def step_problems(problems: list, step: int, count: int, seed: int) -> list:
     """The problems of a step, from the step's number alone: epoch after epoch, each in a fresh order."""
     order = lambda epoch: random.Random(f"{seed} {epoch}").sample(problems, len(problems))
@@ -1273,13 +1281,14 @@ def aligned_logits(run: Run, batch: Rollouts, index: Tensor) -> tuple[Tensor, Te
     student = run.forward(run.student, batch, index, completion_logits)
     with torch.no_grad():
         teacher = run.forward(run.teacher, batch, index, completion_logits)
-    width = min(student.shape[-1], teacher.shape[-1])                            # see load_model
-    return student[:, :-1, :width], teacher[:, :-1, :width]
+    return student[:, :-1], teacher[:, :-1]
 
 
 def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor, advantages: Tensor,
                   mask: Tensor) -> tuple[Tensor, Tensor]:
     """delta_D and delta_R of aligned logits, 0 outside the mask                             -> (b, t, V) x2"""
+    # M3 descends p_S - p_T where JSD < tau, not the JSD's own residual:
+    # CHOICE: test_m3_is_the_gated_sum_of_unit_residuals_scaled_by_the_reward_gradients_norm
     residual_d = distillation_residual(student, teacher, teacher_share=config.jsd_share, clip=config.divergence_clip)
     residual_r = reward_residual(student, ids, advantages)
     return tuple(x.masked_fill(~mask[..., None], 0.0) for x in (residual_d, residual_r))
@@ -1287,13 +1296,12 @@ def two_residuals(config: Config, student: Tensor, teacher: Tensor, ids: Tensor,
 
 def exact_kernel(run: Run, batch: Rollouts, signals: Signals) -> Tensor:
     """Exact K_DR and its cosine of every token's unit residuals, row by row; 0 where there is no advantage    -> (2, B, T)"""
-    parameters = [p for p in run.student.parameters() if p.requires_grad]
     kernel = torch.zeros(2, *batch.mask.shape, dtype=run.student.dtype, device=batch.mask.device)
     for b in (signals.reward != 0).any(dim=1).nonzero():
         student, teacher = (upcast(z) / run.config.temperature for z in aligned_logits(run, batch, b))
         ids, advantages, weights = (x[b, :student.shape[1]] for x in (batch.completion_ids, signals.reward, signals.weights))
         pair = two_residuals(run.config, student, teacher, ids, advantages, weights != 0)
-        kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, parameters, *map(unit_residual, pair)))
+        kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, trainable(run.student), *map(unit_residual, pair)))
     return kernel
 
 
@@ -1356,21 +1364,20 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
     return streams, {name: values.detach()[mask] for name, values in seen.items()}
 
 
-def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None) -> tuple[dict, dict, dict]:
+def accumulate(run: Run, batch: Rollouts, signals: Signals, mix: dict[str, float]) -> tuple[dict, dict, dict]:
     """Backward of a step's completion streams, micro-batch by micro-batch -> losses, tokens seen, whole gradients kept apart
 
-    share: the teacher's in a mix of reward and divergence; None where the coefficients are in the signals already.
+    mix: a coefficient a stream; a stream that it does not name has its coefficient in the signals already.
     """
     config, join, losses, seen, apart = run.config, run.config.row.join, {}, {}, {}
     wanted = (("reward", "distillation") if config.diagnose or join in ("gradnorm", "pcgrad") else
               ("reward",) if join in ("select", "soft") else ())
-    parameters = [p for p in run.student.parameters() if p.requires_grad]
-    mix = {} if share is None else {"reward": 1 - share, "distillation": share}
     for index in signals.kept[:1] if signals.kept else run.chunks(batch, signals.live(everything=config.kl_coef > 0)):
         streams, tokens = completion_streams(run, batch, signals, index)
         for name in wanted:
             if name in streams:
-                found = torch.autograd.grad(weighted_sum(*streams[name]), parameters, retain_graph=True, materialize_grads=True)
+                found = torch.autograd.grad(weighted_sum(*streams[name]), trainable(run.student), retain_graph=True,
+                                            materialize_grads=True)
                 apart[name] = apart.get(name, 0.0) + torch.cat([g.flatten() for g in found])
         losses |= {name: losses.get(name, 0.0) + weighted_sum(*streams[name]).item() for name in streams if name != "m3"}
         used = ["m3"] if "m3" in streams else streams
@@ -1385,7 +1392,7 @@ def accumulate(run: Run, batch: Rollouts, signals: Signals, share: float | None)
 
 def set_gradient(model, flat: Tensor) -> None:
     """Makes a flat vector the gradient of the trainable parameters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = trainable(model)
     for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad = g.view_as(p).to(p.dtype)
 
@@ -1442,11 +1449,11 @@ def geometry(run: Run, signals: Signals, seen: dict, apart: dict, opd_coef: floa
     drowning: to first order this update raises L_D, <g_D, g> < 0, g the gradient that is descended.  For the naive mix
     that is the same as cos_phi < drowning_threshold(kappa, share).
     """
-    mask, number = signals.weights != 0, lambda x: float(x) if math.isfinite(x) else None
-    k_dr = seen.get("k_dr")
-    if k_dr is None:                    # PG-style OPD: both residuals lie along e_y - p_S, so the advantages' signs decide
-        k_dr, mask = (signals.reward * signals.distillation)[mask], mask[mask]
-    over_all, over_scored = conflict_rate(k_dr[None], torch.ones_like(k_dr, dtype=torch.bool)[None])
+    number, k_dr = lambda x: float(x) if math.isfinite(x) else None, seen.get("k_dr")
+    if k_dr is None:                    # both residuals of a PG-style hybrid lie along e_y - p_S, so the advantages' signs decide
+        # CHOICE: its own delta_D, not p_S - p_T.  test_in_a_sampled_token_hybrid_conflict_is_opposite_advantages
+        k_dr = (signals.reward * signals.distillation)[signals.weights != 0]
+    over_all, over_scored = conflict_rate(k_dr, torch.ones_like(k_dr, dtype=torch.bool))
     logs = {"conflict_rate": number(over_all), "conflict_rate_scored": number(over_scored)}
     if "gate" in seen:
         logs |= {"gate_mean": number(seen["gate"].mean()), "scale": run.memory.get("scale")}
@@ -1457,8 +1464,7 @@ def geometry(run: Run, signals: Signals, seen: dict, apart: dict, opd_coef: floa
         logs |= dict.fromkeys(("kappa", "cos_phi", "drowning"))
     if run.config.diagnose and len(apart) == 2 and opd_coef:
         kappa, cos_phi = gradient_geometry(apart["reward"], apart["distillation"] / opd_coef)
-        parameters = [p for p in run.student.parameters() if p.requires_grad]
-        descended = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+        descended = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trainable(run.student)])
         logs |= {"kappa": number(kappa), "cos_phi": number(cos_phi), "drowning": bool(apart["distillation"] @ descended < 0)}
     return logs
 
@@ -1493,7 +1499,8 @@ def descend(run: Run, batch: Rollouts | None, signals: Signals | None, imitated:
     mixed = bool(row.reward and row.distillation == "jsd")
     share = run.memory.get("teacher_share", config.max_teacher_share if row.m3 else config.teacher_share) if mixed else None
     run.optimizer.zero_grad(set_to_none=True)
-    losses, seen, apart = accumulate(run, batch, signals, share) if batch is not None else ({}, {}, {})
+    mix = {"reward": 1 - share, "distillation": share} if mixed else {}
+    losses, seen, apart = accumulate(run, batch, signals, mix) if batch is not None else ({}, {}, {})
     losses["imitation"] = imitate(run, imitated, all_prompts, opd_coef)
     join_gradients(run, share, apart)
     if row.join == "eg":
@@ -1509,8 +1516,7 @@ def descend(run: Run, batch: Rollouts | None, signals: Signals | None, imitated:
         logs |= {"distillation_loss": losses.get("distillation", 0.0), "teacher_share": share}
         if config.diagnose:
             logs["distillation_change"] = distillation_value(run, batch, signals) - logs["distillation_loss"]
-    parts = {"reward": 1 - share, "distillation": share} if mixed else {}
-    loss = sum(parts.get(name, 1.0) * value for name, value in losses.items())
+    loss = sum(mix.get(name, 1.0) * value for name, value in losses.items())
     return logs | {"loss": loss, "grad_norm": norm, "entropy": seen["entropy"].mean().item() if seen else None}
 
 
@@ -1799,7 +1805,6 @@ def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
     logging.disable_progress_bar()
     task, device, row = load_task(config), pick_device(config), config.row
     if config.plot:
-        import importlib.util
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError(f"--plot {config.plot}: needs matplotlib, which is not installed: pip install matplotlib")
     needs_teacher = bool(look or row.distillation or row.imitation)
@@ -1921,9 +1926,8 @@ def logps_from_logits(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> 
 
     Aligned: logits[:, t] predict ids[:, t], here and in the other _from_ functions; token_logps shifts.
     """
-    z = upcast(logits) / temperature
-    logp = z.log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1)
-    return {"logp": logp, "lse": z.logsumexp(dim=-1), "entropy": token_entropy(logits, temperature)}
+    return {"logp": _aligned_logps(logits, ids, temperature), "lse": (upcast(logits) / temperature).logsumexp(dim=-1),
+            "entropy": token_entropy(logits, temperature)}
 
 
 def grpo_loss_from_logits(logits, ids, logp_old, advantages, mask, *, temperature: float = 1.0, **options) -> Tensor:

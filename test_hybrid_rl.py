@@ -3374,7 +3374,7 @@ def test_the_gate_follows_the_kernel_it_is_given():
     assert abs(gradient(run)[1]["kernel_agreement"] - (1 - disagree / scored.sum().item())) < 1e-6
     for given in (kernel, -kernel):
         signals.kernel = given
-        closed = (H.accumulate(run, batch, signals, 0.5)[1]["gate"] == 0).sum()
+        closed = (H.accumulate(run, batch, signals, {"reward": 0.5, "distillation": 0.5})[1]["gate"] == 0).sum()
         assert closed == (given[0] < 0).sum() > 0
 
 
