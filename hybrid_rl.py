@@ -69,7 +69,7 @@ class Method:
 
     summary: str
     reward: bool = False                # stream 1: GRPO advantages
-    distillation: str | None = None     # stream 2: "pg" (OPD advantages), "reverse_kl", "forward_kl" or "jsd"
+    distillation: str | None = None     # stream 2: "pg" (OPD advantages), "reverse_kl", "forward_kl", "jsd" or "sample" (-logp)
     where: str = "all"                  # completions that hear the teacher: "all", "failed", or those of "negative" groups
     weighted: bool = False              # by the teacher's confidence on the prompt (RSTG's omega)
     selected: bool = False              # on the top-scoring tokens only (RSTG's Soft-OR)
@@ -89,6 +89,7 @@ METHODS = {
     "jsd": Method("full-vocabulary generalised JSD on student rollouts, as GKD", distillation="jsd"),
     "forward-kl": Method("full-vocabulary KL(teacher, student) on teacher rollouts", distillation="forward_kl",
                          rollouts="teacher"),
+    "teacher-sft": Method("cross-entropy on the teacher's samples, right or wrong", distillation="sample", rollouts="teacher"),
     "sft": Method("cross-entropy on correct teacher trajectories", imitation="all", rollouts="pool"),
     "grpo+opd": Method("naive hybrid: OPD on every completion", reward=True, distillation="pg"),
     "grpo+opd-failed": Method("naive hybrid: OPD on failed completions", reward=True, distillation="pg", where="failed"),
@@ -175,6 +176,7 @@ class Config:
     temperature: float = knob(1.0, "sampling temperature; divides every model's logits in the losses too", "> 0")
     max_new_tokens: int = knob(16, "longest completion, in tokens", ">= 1")
     train_prompts: int = knob(512, "distinct training prompts, or all where there are fewer; repeated over epochs", ">= 1")
+    part: str = knob("all", "which of the training prompts; first and second are halves that share none", ("all", "first", "second"))
     eval_problems: int = knob(800, "held-out problems asked before and after, or all where there are fewer; 0 = none", ">= 0")
     seed: int = knob(0, "seed of prompt order and sampling", ">= 0")
     device: str = knob("auto", "where to run; auto takes a GPU if there is one", ("auto", "cpu", "cuda"))
@@ -242,8 +244,9 @@ class Config:
                     raise UsageError(f"{flag} {value}: must be one of {', '.join(map(str, legal))}{did_you_mean(value, legal)}")
             elif legal and value is not None and not (math.isfinite(value) and LEGAL[legal](value)):
                 raise UsageError(f"{flag} {value}: must be {legal}, for instance {flag} {field.default or 2}")
-            if value != field.default and self.method not in users:
-                raise UsageError(f"{flag} {value}: --method {self.method} does not read it; it belongs to {', '.join(users)}")
+            if value != field.default and not set(self.methods) & set(users):
+                who = f"--method {self.method} does" if len(self.methods) == 1 else "the stages do"
+                raise UsageError(f"{flag} {value}: {who} not read it; it belongs to {', '.join(users)}")
         if self.opd_coef_floor > self.opd_coef and self.method in users_of(type(self).__dataclass_fields__["opd_coef"]):
             raise UsageError(f"--opd-coef-floor {self.opd_coef_floor}: lies above --opd-coef {self.opd_coef}, from where it is "
                              "annealed down; for a constant weight give both the same value")
@@ -256,6 +259,10 @@ class Config:
             raise UsageError("--resume: needs --out FOLDER, the run to go on with")
         if self.resume and self.overwrite:
             raise UsageError("--resume --overwrite: choose one, go on from the run in --out or replace it")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return (self.method,)
 
     @property
     def row(self) -> Method:
@@ -1206,6 +1213,12 @@ def trainable(model) -> list[torch.nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def part_of(problems: list, part: str) -> list:
+    """All, or one of two halves; what the second holds was not in the first, so its labels are held out."""
+    half = (len(problems) + 1) // 2
+    return {"all": problems, "first": problems[:half], "second": problems[half:]}[part]
+
+
 def step_problems(problems: list, step: int, count: int, seed: int) -> list:
     """The problems of a step, from the step's number alone: epoch after epoch, each in a fresh order."""
     order = lambda epoch: random.Random(f"{seed} {epoch}").sample(problems, len(problems))
@@ -1351,6 +1364,8 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
     if full:                            # M3's family: a token of which the teacher is too far away does not hear it
         clip = config.divergence_clip if row.reward else math.inf
         streams["distillation"] = ((divergence * cut(signals.distillation)).clamp(max=clip), weights)
+    elif row.distillation == "sample":
+        streams["distillation"] = (-logp * cut(signals.distillation), weights)
     elif row.distillation:
         streams["distillation"] = (terms(cut(signals.distillation)), weights)
     if row.m3:
@@ -1597,6 +1612,12 @@ def wilson(right: int, asked: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
+def share_cell(right: int, asked: int) -> str:
+    """A share in percent with its interval; "-" where nothing was asked"""
+    low, high = wilson(right, asked) if asked else (0, 0)
+    return f"{100 * right / asked:5.1f} % [{100 * low:4.1f}, {100 * high:4.1f}]" if asked else "-"
+
+
 def load_model(flag: str, name: str, device: str):
     """(model, tokenizer) of an ordinary Hugging Face folder or hub name, float32 weights"""
     from huggingface_hub.utils import logging as hub
@@ -1645,13 +1666,13 @@ def pick_device(config: Config) -> str:
 MAY_CHANGE = ("out", "resume", "overwrite", "save_every", "plot", "device", "micro_batch", "gradient_checkpointing", "warn_after")
 
 
-def saved_settings(folder: Path) -> dict:
+def saved_settings(folder: Path, kind: type = Config) -> dict:
     """The settings of the run in a folder, but for those that are about where and how it is started; {} where there is none"""
     try:
         saved = dict(json.loads((folder / "config.json").read_text())) if (folder / "config.json").exists() else {}
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"--resume: {folder / 'config.json'} cannot be read ({error})") from None
-    fields = Config.__dataclass_fields__
+    fields = kind.__dataclass_fields__
     return {k: v for k, v in saved.items() if k in fields and v != fields[k].default and k not in ("out", "resume", "overwrite")}
 
 
@@ -1663,7 +1684,7 @@ def check_same_run(config: Config, folder: Path) -> None:
             raise UsageError(f"--resume: there is no run in --out {folder}, but other files are")
         print(f"warning: --resume: there is no run in --out {folder} yet; starts from the beginning", file=sys.stderr)
         return
-    before = saved_settings(folder)
+    before = saved_settings(folder, type(config))
     for field in dataclasses.fields(config):
         flag, old, new = flag_of(field.name), before.get(field.name, field.default), getattr(config, field.name)
         if old != new and field.name not in MAY_CHANGE and not (field.name == "steps" and new > old):
@@ -1671,11 +1692,11 @@ def check_same_run(config: Config, folder: Path) -> None:
                              + (", or with more steps" if field.name == "steps" else ""))
 
 
-def open_folder(config: Config) -> Path:
+def open_folder(config: Config, name: str) -> Path:
     """The run's folder, made; a folder that holds a run is refused unless it is to be resumed or replaced."""
     if not config.out:
-        taken = [int(p.name.rsplit("-", 1)[1]) for p in Path("runs").glob(f"{config.method}-*") if p.name.rsplit("-", 1)[1].isdigit()]
-        folder = Path("runs") / f"{config.method}-{max(taken, default=0) + 1}"
+        taken = [int(p.name.rsplit("-", 1)[1]) for p in Path("runs").glob(f"{name}-*") if p.name.rsplit("-", 1)[1].isdigit()]
+        folder = Path("runs") / f"{name}-{max(taken, default=0) + 1}"
     else:
         folder = Path(config.out)
     if (folder / "config.json").exists() and not (config.resume or config.overwrite):
@@ -1813,7 +1834,7 @@ def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
         if not config.teacher:
             raise UsageError(f"--teacher: --method {config.method} needs a teacher, for instance --teacher {_TOY / 'teacher'}")
         check_model_folder("--teacher", config.teacher)
-    folder = Path() if look else open_folder(config)
+    folder = Path() if look else open_folder(config, config.method)
     loaded = newest_checkpoint(folder, device) if config.resume else None
     student, tokenizer, state, step = loaded or (*load_model("--student", config.student, device), {"memory": {}}, 0)
     teacher = reference = None
@@ -1827,7 +1848,9 @@ def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
             task.render(tokenizer, config.system)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    problems = task.problems("train", config.train_prompts, config.seed)
+    problems = part_of(task.problems("train", config.train_prompts, config.seed), config.part)
+    if not problems:
+        raise UsageError(f"--part {config.part}: there is one training prompt, so one of the halves is empty; give more")
     checkpoint, free = 12 * sum(p.numel() for p in student.parameters()), shutil.disk_usage(folder).free
     if checkpoint > free and not look:
         raise UsageError(f"--out {folder}: {free / 1e6:.0f} MB are free there, and a checkpoint takes {checkpoint / 1e6:.0f} MB")
@@ -1860,7 +1883,7 @@ def catching_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def train(config: Config) -> dict:
+def train(config: Config, title: str = "") -> dict:
     """One method on one task: measure, take `steps` steps, measure again.  Returns the evaluation, writes the run's folder.
 
     Returns {"before": {difficulty: (right, asked)}, "after": ..., "folder": ...}; raises UsageError for what cannot
@@ -1881,7 +1904,7 @@ def train(config: Config) -> dict:
     save = lambda step: save_model(run, folder / f"checkpoint-{step}",
                                    {"optimizer": run.optimizer.state_dict(), "memory": run.memory})
     with metrics.open("a") as log, catching_signals() as caught, \
-            tqdm(total=config.steps, initial=first, desc=config.method, unit="step") as bar:
+            tqdm(total=config.steps, initial=first, desc=title or config.method, unit="step") as bar:
         for step in range(first, config.steps):
             line = train_step(run, step)
             log.write(json.dumps(line) + "\n")
@@ -1903,6 +1926,140 @@ def train(config: Config) -> dict:
     result |= {"after": accuracy(run, held_out)}
     write_json(folder / "evaluation.json", result)
     return result | {"folder": str(folder), "run": run}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 12  Sparse to dense.  Which label is spent on which model, and in which order?                      (arXiv:2605.12483)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of train: who learns, from where on, from whom, on which of the labelled prompts, for how long"""
+
+    arm: str
+    method: str
+    start: str                          # "student", "teacher", or the stage whose final model learns on
+    teacher: str = ""                   # the same for the frozen teacher
+    part: str = "first"                 # of the training prompts
+    steps: tuple[str, ...] = ()         # settings that are added up
+
+
+# The bridge is a warm-up on the teacher's own completions, where the student's would say nothing yet, and then distillation
+# on the student's, which corrects the mistakes that it makes itself.  An arm goes on from what an earlier one ended with.
+STAGES = {
+    "teacher-rl": Stage("sparse to dense", "grpo", "teacher", steps=("teacher_steps",)),
+    "warm-up": Stage("sparse to dense", "forward-kl", "student", "teacher-rl", steps=("warmup_steps",)),
+    "opd": Stage("sparse to dense", "reverse-kl", "warm-up", "teacher-rl", steps=("opd_steps",)),
+    "held-out-rl": Stage("sparse to dense", "grpo", "opd", part="second", steps=("rl_steps",)),
+    "raw-warm-up": Stage("raw teacher", "forward-kl", "student", "teacher", steps=("warmup_steps",)),
+    "raw-opd": Stage("raw teacher", "reverse-kl", "raw-warm-up", "teacher", steps=("opd_steps",)),
+    # CHOICE: as many steps as the student takes in all stages.  test_direct_grpo_has_the_labels_and_the_steps_of_all_stages
+    "direct-rl": Stage("direct GRPO", "grpo", "student", part="all", steps=("warmup_steps", "opd_steps", "rl_steps")),
+    "opd-only": Stage("no warm-up", "reverse-kl", "student", "teacher-rl", steps=("warmup_steps", "opd_steps")),
+    "teacher-sft": Stage("no OPD, hard labels", "teacher-sft", "student", "teacher-rl", steps=("warmup_steps", "opd_steps")),
+    "warm-up-only": Stage("no OPD, whole distributions", "forward-kl", "student", "teacher-rl", steps=("warmup_steps", "opd_steps")),
+    "replay-rl": Stage("replay instead of held-out", "grpo", "opd", steps=("rl_steps",)),
+    "teacher-rl-all": Stage("all labels to the teacher", "grpo", "teacher", part="all", steps=("teacher_steps",)),
+    "warm-up-all": Stage("all labels to the teacher", "forward-kl", "student", "teacher-rl-all", steps=("warmup_steps",)),
+    "opd-all": Stage("all labels to the teacher", "reverse-kl", "warm-up-all", "teacher-rl-all", steps=("opd_steps",)),
+}
+
+
+@dataclass(frozen=True)
+class WorkflowConfig(Config):
+    """Settings of all stages: those of train that one of them reads, and their lengths."""
+
+    method: str = knob("grpo", "a stage has its own")
+    teacher: str = knob(str(_TOY / "teacher-raw"), "teacher before its own RL, same tokenizer: a folder or hub name")
+    controls: str = knob("few", "few: the raw teacher's bridge and direct GRPO; all: every stage left out once, too", ("few", "all"))
+    # CHOICE: 5e-4, of 1e-3, 5e-4, 3e-4 on seed 0.  test_the_stages_have_the_stated_lengths_and_rates
+    rl_lr: float = knob(5e-4, "learning rate of the GRPO stages, of teacher and student; --lr is that of the others", "> 0")
+    teacher_steps: int = knob(60, "steps of the teacher's GRPO", ">= 1")
+    # CHOICE: a warm-up as long as the distillation.  test_the_stages_have_the_stated_lengths_and_rates
+    warmup_steps: int = knob(100, "steps of the forward-KL warm-up", ">= 1")
+    opd_steps: int = knob(100, "steps of the on-policy distillation", ">= 1")
+    rl_steps: int = knob(100, "steps of the student's GRPO on held-out labels", ">= 1")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple({stage.method: None for stage in STAGES.values()})
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        return {name: stage for name, stage in STAGES.items()
+                if self.controls == "all" or stage.arm in ("sparse to dense", "raw teacher", "direct GRPO")}
+
+
+def stage_config(config: WorkflowConfig, name: str, folder: Path) -> Config:
+    """The settings of one stage; where it starts and whom it hears are folders of earlier stages."""
+    stage = STAGES[name]
+    place = lambda who: str(folder / who / "final") if who in STAGES else getattr(config, who)
+    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config) if stage.method in users_of(f)}
+    return Config(**shared | {
+        "method": stage.method, "part": stage.part, "steps": sum(getattr(config, s) for s in stage.steps),
+        "lr": config.rl_lr if stage.method == "grpo" else config.lr, "student": place(stage.start),
+        "teacher": place(stage.teacher) if stage.teacher else "", "out": str(folder / name),
+        "resume": (folder / name / "config.json").exists(), "overwrite": False})
+
+
+def labels_spent(config: Config, task) -> set:
+    """The problems whose right answer a run's gradient has seen.  Of the others only the prompt is used (and, to be
+    logged, the reward)."""
+    if not (config.row.reward or config.row.imitation or config.row.weighted):
+        return set()
+    problems = part_of(task.problems("train", config.train_prompts, config.seed), config.part)
+    return {p for step in range(config.steps) for p in step_problems(problems, step, config.prompts_per_step, config.seed)}
+
+
+def workflow(config: WorkflowConfig) -> list[dict]:
+    """Stage by stage, each from the weights of the one before.  Returns a row a stage, writes workflow.json.
+
+    A row: stage, arm, method, labels (this stage's own), labels_so_far (its whole ancestry's, teachers included, each
+    counted once), steps, before and after ({difficulty: (right, asked)}).  Finished stages are not repeated.
+    """
+    task = load_task(config)
+    for flag in ("student", "teacher"):
+        check_model_folder(f"--{flag}", getattr(config, flag))
+    folder = open_folder(config, "workflow")
+    prepare(dataclasses.replace(stage_config(config, "raw-warm-up", folder), resume=False), look=True)       # both models, all prompts
+    if config.overwrite:
+        for name in STAGES:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    write_json(folder / "config.json", dataclasses.asdict(config))
+    rows, seen = [], {"student": set(), "teacher": set(), "": set()}
+    for number, (name, stage) in enumerate(config.stages.items(), 1):
+        own = stage_config(config, name, folder)
+        answers = folder / name / "evaluation.json"
+        if not (answers.exists() and "after" in json.loads(answers.read_text())):
+            try:
+                train(own, f"{number}/{len(config.stages)} {name}")
+            except SystemExit:
+                print(f"the whole workflow goes on with: workflow --resume --out {folder}", file=sys.stderr)
+                raise
+        result = json.loads(answers.read_text())
+        labels = labels_spent(own, task)
+        seen[name] = labels | seen[stage.start] | seen[stage.teacher]
+        rows.append({"stage": name, "arm": stage.arm, "method": stage.method, "start": stage.start, "teacher": stage.teacher,
+                     "labels": len(labels), "labels_so_far": len(seen[name]), "steps": own.steps,
+                     "before": result["before"], "after": result["after"]})
+        write_json(folder / "workflow.json", rows)
+    print(f"\n{workflow_table(rows, task.name)}\n\nEach stage's folder, and workflow.json, are in {folder}")
+    return rows
+
+
+def workflow_table(rows: list[dict], task: str) -> str:
+    """What each stage spent and what came of it, arm by arm"""
+    whole = lambda answers: [sum(pair[i] for pair in answers.values()) for i in (0, 1)]
+    text, arm = [f"sparse to dense on {task}: held-out problems of all difficulties, 95 % intervals; labels: prompts whose answer was used\n",
+                 f"{'stage':18}{'method':13}{'learns from':16}{'steps':>6}{'labels':>8}{'so far':>8}  {'before':>8}  {'after':^22}"], None
+    for row in rows:
+        if row["arm"] != arm:
+            arm = row["arm"]
+            text.append(arm)
+        text.append(f"  {row['stage']:16}{row['method']:13}{row['teacher'] or 'reward':16}{row['steps']:6}{row['labels']:8}{row['labels_so_far']:8}"
+                    f"  {share_cell(*whole(row['before'])).split('[')[0]:>8}  {share_cell(*whole(row['after'])):>22}")
+    return "\n".join(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2664,15 +2821,11 @@ def vectors_command(words: list[str]) -> int:
 
 def results_table(result: dict) -> str:
     """Accuracy by difficulty before and after, with 95 % intervals, and all difficulties together"""
-    def cell(right: int, asked: int) -> str:
-        low, high = wilson(right, asked)
-        return f"{100 * right / asked:5.1f} % [{100 * low:4.1f}, {100 * high:4.1f}]"
-
     rows = [(level, result["before"][level], result["after"][level]) for level in result["before"]]
     if len(rows) > 1:
         rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
     lines = [f"{'difficulty':>10}  {'problems':>8}  {'before':^22}  {'after':^22}"]
-    return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {cell(*b):>22}  {cell(*a):>22}" for level, b, a in rows])
+    return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {share_cell(*b):>22}  {share_cell(*a):>22}" for level, b, a in rows])
 
 
 def probe_report(folder: Path) -> str:
@@ -2709,14 +2862,22 @@ class OneLineParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def build_parser() -> OneLineParser:
+def build_parser(kind: type[Config] = Config) -> OneLineParser:
+    """The flags of train, or of workflow, from the fields of their settings"""
     methods = "\n".join(f"  {name:18} {row.summary}" for name, row in METHODS.items())
-    parser = OneLineParser(prog="python hybrid_rl.py train", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                           description="Train a language model with one method on one task.  Without flags: RSTG, on the toy.",
-                           epilog=f"methods:\n{methods}\n\nother commands: check TARGET (the oracle) and vectors FILE, each with its own "
-                                  "--help.\n\nA flag that the chosen method does not read is refused.  Exit code 2: something given "
-                                  "cannot be used; 130, 143: stopped by a signal, state saved.")
-    for field in dataclasses.fields(Config):
+    stages = "\n".join(f"  {name:15} {stage.arm}: {METHODS[stage.method].summary}" for name, stage in STAGES.items())
+    train, exits = kind is Config, "Exit code 2: something given cannot be used; 130, 143: stopped by a signal, state saved."
+    parser = OneLineParser(
+        prog="python hybrid_rl.py " + ("train" if train else "workflow"), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train a language model with one method on one task.  Without flags: RSTG, on the toy." if train else
+                    "Sparse to dense: reward for the teacher, the teacher for the student, reward for the student; and the controls.",
+        epilog=f"methods:\n{methods}\n\nother commands: workflow (sparse to dense), check TARGET (the oracle) and vectors FILE, each "
+               f"with its own --help.\n\nA flag that the chosen method does not read is refused.  {exits}" if train else
+               f"stages:\n{stages}\n\nfirst half of the prompts, but for held-out-rl (second) and direct-rl, *-all (all).  {exits}")
+    for field in dataclasses.fields(kind):
+        if not train and (field.name in ("method", "steps", "part", "plot") or not {s.method for s in STAGES.values()} & set(users_of(field))):
+            continue
         legal, default = field.metadata["legal"], field.default
         text = field.metadata["help"] + (f"; {legal}" if isinstance(legal, str) and legal else "")
         users = users_of(field)
@@ -2725,10 +2886,10 @@ def build_parser() -> OneLineParser:
             parser.add_argument(flag_of(field.name), action="store_true", default=argparse.SUPPRESS, help=text)
             continue
         shown = Path(default).name if default and str(default).startswith(str(_TOY)) else default
-        kind = float if field.type == float | None else field.type
-        parser.add_argument(flag_of(field.name), type=str if kind is str else number(kind), default=argparse.SUPPRESS,
+        of = float if field.type == float | None else field.type
+        parser.add_argument(flag_of(field.name), type=str if of is str else number(of), default=argparse.SUPPRESS,
                             metavar="{" + ",".join(map(str, legal)) + "}" if isinstance(legal, tuple) and field.name != "method" else
-                            {int: "N", float: "X", str: "NAME"}[kind],
+                            {int: "N", float: "X", str: "NAME"}[of],
                             help=(text + (f" (default: {shown})" if shown not in ("", None) else "")).replace("%", "%%"))
     return parser
 
@@ -2741,14 +2902,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] in (["check"], ["vectors"]):
             return {"check": check_command, "vectors": vectors_command}[words[0]](words[1:])
-        given = vars(build_parser().parse_args(words))
+        kind = WorkflowConfig if words[:1] == ["workflow"] else Config
+        given = vars(build_parser(kind).parse_args(words[kind is WorkflowConfig:]))
         if given.get("probe"):
             if "steps" in given:
                 raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one out")
             given = {"method": "hybrid", "eval_problems": 0, "save_every": 0} | given | {"steps": given["probe"], "diagnose": True}
         if given.get("resume") and given.get("out"):        # what is not given is as it was
-            given = saved_settings(Path(given["out"])) | given
-        config = Config(**given)
+            given = saved_settings(Path(given["out"]), kind) | given
+        config = kind(**given)
+        if kind is WorkflowConfig:
+            workflow(config)
+            return 0
         result = train(config)
     except UsageError as error:
         print(f"hybrid_rl.py: error: {error}", file=sys.stderr)

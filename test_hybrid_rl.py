@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import types
+import zlib
 from collections import defaultdict
 from decimal import Decimal
 from pathlib import Path
@@ -3123,7 +3124,7 @@ def close(a, b, tolerance=2e-5):
 
 
 EVERY = [("rstg", {}), ("rstg", {"updates": 2}), ("grpo", {"kl_coef": 0.1}), ("grpo+opd", {"aggregation": "token_mean"}), ("grpo+opd-failed", {}),
-         ("opd", {"aggregation": "seq_mean_token_sum_norm"}), ("reverse-kl", {}), ("jsd", {}), ("forward-kl", {}), ("sft", {}),
+         ("opd", {"aggregation": "seq_mean_token_sum_norm"}), ("reverse-kl", {}), ("jsd", {}), ("forward-kl", {}), ("sft", {}), ("teacher-sft", {}),
          ("hybrid", {}), ("gradnorm", {}), ("pcgrad", {"diagnose": True}), ("m3-select", {}), ("m3-soft", {"aggregation": "token_mean"}),
          ("m3-eg", {"lookahead_lr": 0.5})]
 
@@ -3711,6 +3712,213 @@ def test_training_on_the_toy_really_teaches_it(tmp_path):
     result = run_small(tmp_path, method="rstg", steps=30, prompts_per_step=24, group_size=8, train_prompts=96, eval_problems=200)
     before, after = (sum(right for right, _ in result[when].values()) / sum(n for _, n in result[when].values()) for when in ("before", "after"))
     assert after > before + 0.10, f"30 steps took accuracy from {before:.2f} to {after:.2f}; expected at least 0.10 more"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 12  Sparse to dense
+# ---------------------------------------------------------------------------------------------------------------------
+
+SHORT = dict(teacher_steps=2, warmup_steps=2, opd_steps=2, rl_steps=2, train_prompts=12, prompts_per_step=4, group_size=4, eval_problems=8)
+
+
+def weights_of(model) -> int:
+    return hash(tuple(zlib.crc32(p.detach().cpu().numpy().tobytes()) for p in model.parameters()))
+
+
+def short_workflow(folder, **settings) -> list[dict]:
+    return H.workflow(H.WorkflowConfig(**SHORT | {"out": str(folder)} | settings))
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """All stages once, with a checksum of every model before the first and after the last step of each"""
+    folder, seen, patch = tmp_path_factory.mktemp("workflow") / "all", {}, pytest.MonkeyPatch()
+    step = H.train_step
+
+    def watch(run, number):
+        teacher = run.teacher and weights_of(run.teacher)
+        known = seen.setdefault(Path(run.config.out).name, {"start": weights_of(run.student), "teacher": teacher, "config": run.config})
+        line = step(run, number)
+        known |= {"end": weights_of(run.student), "teacher after": run.teacher and weights_of(run.teacher)}
+        return line
+    patch.setattr(H, "train_step", watch)
+    rows = short_workflow(folder, controls="all")
+    patch.undo()
+    return folder, rows, seen
+
+
+def test_each_stage_starts_where_the_last_one_ended(watched):
+    _, rows, seen = watched
+    original = {who: weights_of(H.load_model("--student", path, "cpu")[0])
+                for who, path in (("student", STUDENT), ("teacher", str(toy_tasks.MODELS / "teacher-raw")))}
+    ends = original | {name: known["end"] for name, known in seen.items()}
+    assert list(seen) == list(H.STAGES) == [row["stage"] for row in rows]
+    for name, stage in H.STAGES.items():
+        assert seen[name]["start"] == ends[stage.start] != seen[name]["end"], f"{name} goes on from {stage.start} and moves"
+    for row in rows:
+        before = next((r["after"] for r in rows if r["stage"] == row["start"]), None)
+        assert before is None or row["before"] == before, "and it is measured as the last one was"
+
+
+def test_the_teacher_of_a_stage_is_the_one_named_and_stays_as_it_is(watched):
+    _, _, seen = watched
+    raw = weights_of(H.load_model("--teacher", str(toy_tasks.MODELS / "teacher-raw"), "cpu")[0])
+    for name, stage in H.STAGES.items():
+        heard = {"": None, "teacher": raw}.get(stage.teacher) if stage.teacher in ("", "teacher") else seen[stage.teacher]["end"]
+        assert seen[name]["teacher"] == seen[name]["teacher after"] == heard, name
+
+
+def test_the_four_stages_are_those_of_the_paper_and_every_control_leaves_one_thing_out():
+    main = {name: (s.method, s.start, s.teacher, s.part) for name, s in H.STAGES.items() if s.arm == "sparse to dense"}
+    assert main == {"teacher-rl": ("grpo", "teacher", "", "first"), "warm-up": ("forward-kl", "student", "teacher-rl", "first"),
+                    "opd": ("reverse-kl", "warm-up", "teacher-rl", "first"), "held-out-rl": ("grpo", "opd", "", "second")}
+    assert H.STAGES["raw-opd"].teacher == "teacher" and H.STAGES["replay-rl"].part == "first" and H.STAGES["opd-only"].start == "student"
+    assert list(H.WorkflowConfig().stages) == [*main, "raw-warm-up", "raw-opd", "direct-rl"]
+
+
+def test_the_stages_have_the_stated_lengths_and_rates(watched):
+    config = H.WorkflowConfig()
+    assert (config.teacher_steps, config.warmup_steps, config.opd_steps, config.rl_steps) == (60, 100, 100, 100)
+    assert {row["stage"]: row["steps"] for row in watched[1] if row["steps"] != 2} == {
+        "direct-rl": 6, "opd-only": 4, "teacher-sft": 4, "warm-up-only": 4}
+    rates = {(known["config"].method == "grpo", known["config"].lr) for known in watched[2].values()}
+    assert rates == {(True, 5e-4), (False, 1e-3)}
+
+
+def test_direct_grpo_has_the_labels_and_the_steps_of_all_stages(watched):
+    rows = {row["stage"]: row for row in watched[1]}
+    assert rows["direct-rl"]["labels_so_far"] == rows["held-out-rl"]["labels_so_far"] == 12
+    assert rows["direct-rl"]["steps"] == sum(rows[name]["steps"] for name in ("warm-up", "opd", "held-out-rl"))
+
+
+def test_label_counts_are_what_the_table_says(watched):
+    folder, rows, _ = watched
+    counts = {row["stage"]: (row["labels"], row["labels_so_far"]) for row in rows}
+    assert counts == {"teacher-rl": (6, 6), "warm-up": (0, 6), "opd": (0, 6), "held-out-rl": (6, 12), "raw-warm-up": (0, 0), "raw-opd": (0, 0),
+                      "direct-rl": (12, 12), "opd-only": (0, 6), "teacher-sft": (0, 6), "warm-up-only": (0, 6), "replay-rl": (6, 6),
+                      "teacher-rl-all": (8, 8), "warm-up-all": (0, 8), "opd-all": (0, 8)}, "2 steps of 4 prompts reach 6 of 6, and 8 of 12"
+    table = H.workflow_table(rows, "chain_sum").splitlines()
+    assert json.loads((folder / "workflow.json").read_text()) == rows
+    for row in rows:
+        line = next(line.split() for line in table if line.split()[:1] == [row["stage"]] and line.startswith("  "))
+        assert line[3:6] == [str(row[key]) for key in ("steps", "labels", "labels_so_far")]
+    low, high = H.wilson(sum(r for r, _ in rows[0]["after"].values()), 8)
+    assert f"[{100 * low:4.1f}, {100 * high:4.1f}]" in table[4], "the interval of its accuracy stands beside it"
+
+
+@pytest.mark.parametrize("method, part", [("grpo", "first"), ("grpo", "second"), ("forward-kl", "first"), ("reverse-kl", "all"),
+                                          ("teacher-sft", "second"), ("rstg", "first"), ("sft", "second")])
+def test_an_answer_that_is_not_counted_changes_no_weight_and_one_that_is_does(method, part, tmp_path, monkeypatch):
+    config = H.Config(method=method, part=part, steps=2, train_prompts=12, prompts_per_step=3, group_size=4, teacher_samples=2, eval_problems=0,
+                      out=str(tmp_path / "plain"))
+    task = toy_tasks.TASKS["chain_sum"]
+    spent, everything = H.labels_spent(config, task), task.problems("train", 12, 0)
+    assert len(spent) == (0 if method in ("forward-kl", "reverse-kl", "teacher-sft") else 6) and spent <= set(H.part_of(everything, part))
+    plain, truth = H.train(config)["run"].student, type(task).reward
+
+    def trained_with_wrong(answers):
+        monkeypatch.setattr(type(task), "reward", lambda self, problem, text: abs((problem in answers) - truth(self, problem, text)))
+        student = H.train(dataclasses.replace(config, out=str(tmp_path / f"other{len(answers)}")))["run"].student
+        return all(torch.equal(a, b) for a, b in zip(plain.parameters(), student.parameters()))
+    assert trained_with_wrong(set(everything) - spent)
+    if spent:
+        assert not trained_with_wrong(spent)
+
+
+def test_the_halves_of_the_prompts_share_none_and_are_the_whole():
+    problems = list(range(7))
+    assert H.part_of(problems, "first") + H.part_of(problems, "second") == H.part_of(problems, "all") == problems
+    assert len(H.part_of(problems, "first")) == 4 and H.part_of([1], "second") == []
+
+
+def test_the_warm_up_descends_p_s_minus_p_t_on_the_teachers_tokens(monkeypatch):
+    run, kept = make_run(method="forward-kl"), {}
+    collect = H.collect
+    monkeypatch.setattr(H, "collect", lambda *given: kept.setdefault("made", collect(*given)))
+    found, _ = gradient(run)
+    batch = kept["made"][0]
+    run = make_run(method="forward-kl")                     # as it was before the step
+    student, teacher = H.aligned_logits(run, batch, torch.arange(len(batch.mask)))
+    mask = batch.mask[:, :student.shape[1], None]
+    residual = ((student.softmax(-1) - teacher.softmax(-1)) / mask.sum(dim=1, keepdim=True) / len(mask)).masked_fill(~mask, 0.0)
+    by_hand = torch.autograd.grad((student * residual.detach()).sum(), list(run.student.parameters()))
+    assert close(found, torch.cat([g.flatten() for g in by_hand]).float(), 1e-4)
+    torch.manual_seed(run.config.seed * 1_000_003)
+    again = H.rollout(run.teacher, run.tokenizer, [run.task.prompt(p) for p in H.step_problems(run.problems, 0, 4, 0)], 4, temperature=1.0,
+                      max_new_tokens=16, micro_batch=256)
+    assert torch.equal(batch.completion_ids, again.completion_ids), "the tokens are the teacher's own"
+
+
+@given(SEEDS)
+def test_hard_labels_of_the_teacher_are_its_whole_distribution_in_expectation_and_noisier(seed):
+    z, z_t = leaf(randn(seed, 1, 1, 5)), randn(seed + 1, 1, 1, 5)
+    p_t = z_t.softmax(-1).flatten()
+    of_label = [grad(H.sft_loss(z.log_softmax(-1)[..., y], torch.ones(1, 1).bool()), z) for y in range(5)]
+    expected = sum(p * g for p, g in zip(p_t, of_label))
+    same(expected, z.detach().softmax(-1) - z_t.softmax(-1), "E over y ~ p_T of p_S - e_y")
+    same(expected, grad(H.forward_kl(z, z_t).sum(), z), "the gradient of forward KL")
+    assert sum(p * (g - expected).square().sum() for p, g in zip(p_t, of_label)) > 1e-3, "one label alone is noise around it"
+
+
+def test_a_step_of_teacher_sft_is_cross_entropy_on_the_teachers_samples(monkeypatch):
+    run, kept, collect = make_run(method="teacher-sft"), {}, H.collect
+    monkeypatch.setattr(H, "collect", lambda *given: kept.setdefault("made", collect(*given)))
+    found, metrics = gradient(run)
+    batch, run = kept["made"][0], make_run(method="teacher-sft")
+    logp, _ = run.forward(run.student, batch, torch.arange(len(batch.mask)), H.score)
+    loss = H.sft_loss(logp, batch.mask[:, :logp.shape[1]])
+    by_hand = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(run.student.parameters()))])
+    assert close(found, by_hand) and abs(metrics["loss"] - loss.item()) < 1e-5
+    assert metrics["loss"] > 0 and "value -log p, not -1 as in the ratio form"
+
+
+@pytest.mark.parametrize("stage, step", [("teacher-rl", 1), ("opd", 0), ("opd", 1), ("direct-rl", 3)])
+def test_an_interrupted_workflow_goes_on_and_ends_as_the_other(stage, step, watched, tmp_path, monkeypatch, capsys):
+    whole, train_step, seen = watched[1][:7], H.train_step, []
+
+    def killed(run, number):
+        if (Path(run.config.out).name, number) == (stage, step):
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen.append((Path(run.config.out).name, number))
+        return train_step(run, number)
+    monkeypatch.setattr(H, "train_step", killed)
+    words = ["workflow", "--out", str(tmp_path / "w"), *(word for k, v in SHORT.items() for word in (H.flag_of(k), str(v)))]
+    with pytest.raises(SystemExit) as stopped:
+        H.main(words)
+    assert stopped.value.code == 143 and f"workflow --resume --out {tmp_path / 'w'}" in capsys.readouterr().err
+    monkeypatch.setattr(H, "train_step", lambda run, number: (seen.append((Path(run.config.out).name, number)), train_step(run, number))[1])
+    assert H.main(["workflow", "--resume", "--out", str(tmp_path / "w")]) == 0
+    assert json.loads((tmp_path / "w" / "workflow.json").read_text()) == whole
+    assert len(seen) == len(set(seen)) == sum(row["steps"] for row in whole), "no step was taken twice"
+    printed = capsys.readouterr().out
+    assert all(row["stage"] in printed for row in whole)
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--controls most", "--controls most: must be one of few, all"), ("--opd-stepz 3", "did you mean --opd-steps?"), ("--method rstg", "unrecognized arguments: --method"),
+    ("--teacher-steps 0", "--teacher-steps 0: must be >= 1"), ("--teacher nowhere", "--teacher nowhere: no such folder"), ("--student nowhere", "--student nowhere"),
+    ("--select-share 20", "unrecognized arguments"), ("--resume", "--resume: needs --out"), ("--out {used}", "--overwrite to replace it"),
+    ("--out {used} --resume --opd-steps 7", "--opd-steps 7: the run in --out {used} has --opd-steps 2"), ("--data {short}", "leave none for"), ("fast", "unexpected 'fast'")])
+def test_bad_input_to_the_workflow_is_one_line_before_anything_loads(words, expected, watched, tmp_path, capsys, monkeypatch):
+    def load(*_):
+        raise AssertionError("a model was loaded")
+    monkeypatch.setattr(H, "load_model", load)
+    (tmp_path / "short.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    places = {"used": watched[0], "short": tmp_path / "short.jsonl"}
+    try:
+        code = H.main(["workflow", *words.format(**places).split()])
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capsys.readouterr().err.strip()
+    assert code == 2 and len(error.splitlines()) == 1 and expected.format(**places) in error, error
+
+
+def test_a_workflow_of_ones_own_models_and_questions_runs(tmp_path, capsys):
+    lines = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = f"workflow --data {tmp_path / 'q.jsonl'} --student {STUDENT} --teacher {TEACHER} --out {tmp_path / 'w'} --kl-coef 5e-4"
+    assert H.main([*words.split(), *(word for k, v in SHORT.items() for word in (H.flag_of(k), str(v)))]) == 0
+    assert "held-out-rl" in capsys.readouterr().out and (tmp_path / "w/held-out-rl/final/config.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
