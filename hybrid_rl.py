@@ -171,7 +171,7 @@ class Config:
     prompts_per_step: int = knob(32, "prompts of a step (N)", ">= 1")
     group_size: int = knob(8, "completions sampled for each prompt (G)", ">= 2")
     updates: int = knob(1, "optimizer updates on each batch of rollouts; the ratio leaves 1 from the second on", ">= 1", "sum")
-    lr: float = knob(1e-3, "AdamW learning rate, constant (papers: 1e-6 for 1-8B models)", "> 0")
+    lr: float = knob(5e-4, "AdamW learning rate, constant (papers: 1e-6 for 1-8B models)", "> 0")
     max_grad_norm: float = knob(1.0, "gradient norm above which the gradient is scaled down", "> 0")
     temperature: float = knob(1.0, "sampling temperature; divides every model's logits in the losses too", "> 0")
     max_new_tokens: int = knob(16, "longest completion, in tokens", ">= 1")
@@ -1973,10 +1973,8 @@ class WorkflowConfig(Config):
     method: str = knob("grpo", "a stage has its own")
     teacher: str = knob(str(_TOY / "teacher-raw"), "teacher before its own RL, same tokenizer: a folder or hub name")
     controls: str = knob("few", "few: the raw teacher's bridge and direct GRPO; all: every stage left out once, too", ("few", "all"))
-    # CHOICE: 5e-4, of 1e-3, 5e-4, 3e-4 on seed 0.  test_the_stages_have_the_stated_lengths_and_rates
-    rl_lr: float = knob(5e-4, "learning rate of the GRPO stages, of teacher and student; --lr is that of the others", "> 0")
     teacher_steps: int = knob(60, "steps of the teacher's GRPO", ">= 1")
-    # CHOICE: a warm-up as long as the distillation.  test_the_stages_have_the_stated_lengths_and_rates
+    # CHOICE: a warm-up as long as the distillation.  test_the_stages_have_the_stated_lengths
     warmup_steps: int = knob(100, "steps of the forward-KL warm-up", ">= 1")
     opd_steps: int = knob(100, "steps of the on-policy distillation", ">= 1")
     rl_steps: int = knob(100, "steps of the student's GRPO on held-out labels", ">= 1")
@@ -1998,8 +1996,7 @@ def stage_config(config: WorkflowConfig, name: str, folder: Path) -> Config:
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config) if stage.method in users_of(f)}
     return Config(**shared | {
         "method": stage.method, "part": stage.part, "steps": sum(getattr(config, s) for s in stage.steps),
-        "lr": config.rl_lr if stage.method == "grpo" else config.lr, "student": place(stage.start),
-        "teacher": place(stage.teacher) if stage.teacher else "", "out": str(folder / name),
+        "student": place(stage.start), "teacher": place(stage.teacher) if stage.teacher else "", "out": str(folder / name),
         "resume": (folder / name / "config.json").exists(), "overwrite": False})
 
 

@@ -39,10 +39,10 @@ ARMS = {                                # name: words of the command line
     "hybrid": "--method hybrid --steps 200 --diagnose",
     "M3-Soft": "--method m3-soft --steps 200 --diagnose",
     "hybrid, addition": "--method hybrid --steps 50 --diagnose --task addition --eval-problems 0",
-    "hybrid, lr x 2": "--method hybrid --steps 200 --lr 2e-3",
-    "M3-Soft, lr x 2": "--method m3-soft --steps 200 --lr 2e-3",
-    "hybrid, lr x 3": "--method hybrid --steps 200 --lr 3e-3",
-    "M3-Soft, lr x 3": "--method m3-soft --steps 200 --lr 3e-3",
+    "hybrid, lr 2e-3": "--method hybrid --steps 200 --lr 2e-3",
+    "M3-Soft, lr 2e-3": "--method m3-soft --steps 200 --lr 2e-3",
+    "hybrid, lr 3e-3": "--method hybrid --steps 200 --lr 3e-3",
+    "M3-Soft, lr 3e-3": "--method m3-soft --steps 200 --lr 3e-3",
     WORKFLOW: WORKFLOW,
 }
 LOOKED_INTO = ("GRPO", "naive GRPO+OPD", "RSTG", "OPD")         # arms whose last model is compared with the teacher
@@ -87,8 +87,8 @@ CLAIMS = (
     Claim("RSTG nears the teacher more slowly than OPD (top-4 overlap)", "RSTG", "RSTG", "<", "OPD", "overlap"),
     Claim("kappa varies by task (chains, addition)", "M3", "hybrid", "differs from", "hybrid, addition", "log10 kappa"),
     Claim("M3-Soft >= naive hybrid", "M3", "M3-Soft", ">=", "hybrid"),
-    Claim("M3-Soft avoids a collapse of the naive hybrid (lr x 2)", "M3", "M3-Soft, lr x 2", "<", "hybrid, lr x 2", "collapsed"),
-    Claim("the same at lr x 3", "M3", "M3-Soft, lr x 3", "<", "hybrid, lr x 3", "collapsed"),
+    Claim("M3-Soft avoids a collapse of the naive hybrid (lr 2e-3)", "M3", "M3-Soft, lr 2e-3", "<", "hybrid, lr 2e-3", "collapsed"),
+    Claim("the same at lr 3e-3", "M3", "M3-Soft, lr 3e-3", "<", "hybrid, lr 3e-3", "collapsed"),
     Claim("conflict rate near 40 % (of scored tokens)", "M3", "hybrid", "is near", 40.0, "conflict"),
 )
 QUICK = (8, 3)                          # numbers of the two strongest, from 1

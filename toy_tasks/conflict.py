@@ -18,10 +18,11 @@ import hybrid_rl as H
 from toy_tasks import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
-REGIMES = {"as shipped": {}, "teacher = student at step 0": {"teacher": str(MODELS / "student")}, "lr x 2": {"lr": 2e-3}, "lr x 3": {"lr": 3e-3}}
+REGIMES = {"lr 1e-3": {"lr": 1e-3}, "teacher = student at step 0": {"lr": 1e-3, "teacher": str(MODELS / "student")},
+           "lr 2e-3": {"lr": 2e-3}, "lr 3e-3": {"lr": 3e-3}}
 ARMS = [(regime, method) for regime in REGIMES for method in ("hybrid --diagnose", "m3-soft --diagnose")]
-ARMS += [("as shipped", "m3-select --diagnose"), ("as shipped", "m3-select --exact-gate --diagnose")]
-ARMS += [(regime, "grpo") for regime in ("as shipped", "lr x 2", "lr x 3")]      # the reward alone, for comparison
+ARMS += [("lr 1e-3", "m3-select --diagnose"), ("lr 1e-3", "m3-select --exact-gate --diagnose")]
+ARMS += [(regime, "grpo") for regime in ("lr 1e-3", "lr 2e-3", "lr 3e-3")]      # the reward alone, for comparison
 
 
 def run(arm: tuple[str, str], seed: int, steps: int, out: Path) -> dict:
