@@ -8,7 +8,7 @@ them as equations that run:
     GRPO                    DeepSeekMath                 arXiv:2402.03300    sections 3, 4
     RSTG                    where to listen to a teacher arXiv:2608.00782    sections 5, 6, 7
     M3, cross-signal NTK    why the two collide          arXiv:2609.34849    section 8
-    sparse to dense         which label for which model  arXiv:2605.12483    section 12 (to come)
+    sparse to dense         which label for which model  arXiv:2605.12483    section 12
 
 One view of all of it.  Every signal is a residual in logit space, delta_t = dLoss/dz_t, pushed through the same Jacobian:
 gradient = sum_t J_t delta_t.  Methods differ in the residual and in nothing else (p_S student, p_T teacher, e_y one-hot of
@@ -28,8 +28,8 @@ that sampled it, logp_ref, logp_teacher likewise; action_mask (mask for short) =
 right or wrong; route = what a group's outcomes say; `*_terms` = one number a token, before any reduction.
 
 Order: 1 config, 2 masks, sums, log-probs, 3 advantages, 4 GRPO, 5 distillation, 6 imitation, 7 RSTG, 8 M3, 9 the objective,
-where 4-8 meet; then THE LINE: above it pure functions of tensors, below it 10 models and sampling, 11 the loop, 13 the oracle,
-which judges other implementations of what is above, 14 the command line.
+where 4-8 meet; then THE LINE: above it pure functions of tensors, below it 10 models and sampling, 11 the loop, 12 the stages
+of sparse to dense, 13 the oracle, which judges other implementations of what is above, 14 the command line.
 `CHOICE:` marks a value that the papers leave open, `DEVIATES:` a knowing departure; each names the test that pins it.
 """
 
@@ -126,10 +126,12 @@ def knob(default, help: str, legal: str | tuple = "", used_by: str = "all") -> d
 
 
 def flag_of(name: str) -> str:
+    """opd_coef -> --opd-coef"""
     return "--" + name.replace("_", "-")
 
 
 def did_you_mean(word, legal: Iterable) -> str:
+    """What follows an error message where a legal word is near; else nothing"""
     near = difflib.get_close_matches(str(word), map(str, legal), 1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -176,7 +178,7 @@ class Config:
     temperature: float = knob(1.0, "sampling temperature; divides every model's logits in the losses too", "> 0")
     max_new_tokens: int = knob(16, "longest completion, in tokens", ">= 1")
     train_prompts: int = knob(512, "distinct training prompts, or all where there are fewer; repeated over epochs", ">= 1")
-    part: str = knob("all", "which of the training prompts; first and second are halves that share none", ("all", "first", "second"))
+    part: str = knob("all", "which training prompts; first and second are halves that share none", ("all", "first", "second"))
     eval_problems: int = knob(800, "held-out problems asked before and after, or all where there are fewer; 0 = none", ">= 0")
     seed: int = knob(0, "seed of prompt order and sampling", ">= 0")
     device: str = knob("auto", "where to run; auto takes a GPU if there is one", ("auto", "cpu", "cuda"))
@@ -1216,6 +1218,8 @@ def trainable(model) -> list[torch.nn.Parameter]:
 def part_of(problems: list, part: str) -> list:
     """All, or one of two halves; what the second holds was not in the first, so its labels are held out."""
     half = (len(problems) + 1) // 2
+    if part == "second" and len(problems) == half:
+        raise UsageError("--part second: there is one training prompt, so the second half is empty; give more")
     return {"all": problems, "first": problems[:half], "second": problems[half:]}[part]
 
 
@@ -1642,24 +1646,28 @@ def check_model_folder(flag: str, name: str) -> None:
     """Says what is wrong with a folder before anything is loaded; a name that could be a hub's is left to the loader."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UsageError(f"{flag} {name}: no model folder, config.json is missing; give a folder that save_pretrained wrote, such as {_TOY / 'student'}")
+        raise UsageError(f"{flag} {name}: no model folder, config.json is missing; give a folder that save_pretrained "
+                         f"wrote, such as {_TOY / 'student'}")
     here = folder.exists() or folder.parent.is_dir() or name.startswith((".", "/"))
     if not folder.is_dir() and (here or name.count("/") != 1):
-        raise UsageError(f"{flag} {name}: no such folder; give a folder that save_pretrained wrote, such as {_TOY / 'student'}, or a hub name owner/model")
+        raise UsageError(f"{flag} {name}: no such folder; give a folder that save_pretrained wrote, such as "
+                         f"{_TOY / 'student'}, or a hub name owner/model")
 
 
 def check_same_tokens(config: Config, one, other) -> None:
+    """The teacher scores the student's ids, so an id must mean the same token to both."""
     a, b = one.get_vocab(), other.get_vocab()
     if a != b:
         differs = next(token for token in (*a, *b) if a.get(token) != b.get(token))
-        raise UsageError(f"--teacher {config.teacher}: its tokenizer is not that of --student {config.student} (token {differs!r} is "
-                         f"{b.get(differs)} there and {a.get(differs)} here); both must give every token the same id")
+        raise UsageError(f"--teacher {config.teacher}: its tokenizer is not that of --student {config.student} (token "
+                         f"{differs!r} is {b.get(differs)} there and {a.get(differs)} here); both must give every token the same id")
 
 
 def pick_device(config: Config) -> str:
     """No mps: the divisors of a step are float64, which it lacks."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device cuda: this machine has none that torch {torch.__version__} can use; --device cpu always works")
+        raise UsageError(f"--device cuda: this machine has none that torch {torch.__version__} can use; --device cpu "
+                         "always works")
     return {"auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(config.device, config.device)
 
 
@@ -1700,7 +1708,8 @@ def open_folder(config: Config, name: str) -> Path:
     else:
         folder = Path(config.out)
     if (folder / "config.json").exists() and not (config.resume or config.overwrite):
-        raise UsageError(f"--out {folder}: holds a run already; add --resume to go on with it, --overwrite to replace it, or name another folder")
+        raise UsageError(f"--out {folder}: holds a run already; add --resume to go on with it, --overwrite to replace it, or "
+                         "name another folder")
     if config.resume:
         check_same_run(config, folder)
     try:
@@ -1710,6 +1719,13 @@ def open_folder(config: Config, name: str) -> Path:
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be written ({error.strerror})") from None
     return folder
+
+
+def check_room(folder: Path, student) -> None:
+    """A checkpoint is the weights and AdamW's two moments, in float32."""
+    checkpoint, free = 12 * sum(p.numel() for p in student.parameters()), shutil.disk_usage(folder).free
+    if checkpoint > free:
+        raise UsageError(f"--out {folder}: {free / 1e6:.0f} MB are free there, and a checkpoint takes {checkpoint / 1e6:.0f} MB")
 
 
 def clear_run(folder: Path) -> None:
@@ -1754,6 +1770,7 @@ def save_model(run: Run, folder: Path, state: dict | None = None) -> None:
 
 
 def load_task(config: Config):
+    """The task of --task, or the questions of --data; UsageError names the line that cannot be used"""
     from toy_tasks import TASKS, Questions
 
     try:
@@ -1771,7 +1788,8 @@ def check_prompts(config: Config, task, tokenizer, problems: list, *models) -> N
             raise UsageError(f"{task.where(problem)}: the tokenizer of --student {config.student} makes no token of the prompt")
         if length + config.max_new_tokens > window:
             raise UsageError(f"{task.where(problem)}: its prompt has {length} tokens, with --max-new-tokens "
-                             f"{config.max_new_tokens} that is {length + config.max_new_tokens}, and the model's window is {window}")
+                             f"{config.max_new_tokens} that is {length + config.max_new_tokens}, and the model's window is "
+                             f"{window}")
 
 
 def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: list) -> dict:
@@ -1790,7 +1808,8 @@ def load_pool(config: Config, folder: Path, teacher, tokenizer, task, problems: 
         except (ValueError, KeyError, TypeError):
             pass
         if config.teacher_pool:
-            raise UsageError(f"--teacher-pool {path}: is of another teacher, task or setting; name another file, or remove it to sample anew")
+            raise UsageError(f"--teacher-pool {path}: is of another teacher, task or setting; name another file, or "
+                             "remove it to sample anew")
     pool = make_pool(teacher, tokenizer, task, problems, config)
     if not any(known["confidence"] for known in pool.values()):
         print("warning: the teacher solved no training prompt, so nothing of it can be imitated or trusted", file=sys.stderr)
@@ -1825,9 +1844,8 @@ def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
 
     logging.disable_progress_bar()
     task, device, row = load_task(config), pick_device(config), config.row
-    if config.plot:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UsageError(f"--plot {config.plot}: needs matplotlib, which is not installed: pip install matplotlib")
+    if config.plot and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"--plot {config.plot}: needs matplotlib, which is not installed: pip install matplotlib")
     needs_teacher = bool(look or row.distillation or row.imitation)
     check_model_folder("--student", config.student)
     if needs_teacher:
@@ -1849,11 +1867,8 @@ def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
         except ValueError as error:
             raise UsageError(str(error)) from None
     problems = part_of(task.problems("train", config.train_prompts, config.seed), config.part)
-    if not problems:
-        raise UsageError(f"--part {config.part}: there is one training prompt, so one of the halves is empty; give more")
-    checkpoint, free = 12 * sum(p.numel() for p in student.parameters()), shutil.disk_usage(folder).free
-    if checkpoint > free and not look:
-        raise UsageError(f"--out {folder}: {free / 1e6:.0f} MB are free there, and a checkpoint takes {checkpoint / 1e6:.0f} MB")
+    if not look:
+        check_room(folder, student)
     check_prompts(config, task, tokenizer, task.rows if config.data else problems, *filter(None, (student, teacher)))
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0)
     if loaded:
@@ -1901,8 +1916,7 @@ def train(config: Config, title: str = "") -> dict:
     write_json(folder / "evaluation.json", result)
     metrics, warned = folder / "metrics.jsonl", None
     lines = keep_lines(metrics, first)
-    save = lambda step: save_model(run, folder / f"checkpoint-{step}",
-                                   {"optimizer": run.optimizer.state_dict(), "memory": run.memory})
+    state = lambda: {"optimizer": run.optimizer.state_dict(), "memory": run.memory}
     with metrics.open("a") as log, catching_signals() as caught, \
             tqdm(total=config.steps, initial=first, desc=title or config.method, unit="step") as bar:
         for step in range(first, config.steps):
@@ -1914,17 +1928,16 @@ def train(config: Config, title: str = "") -> dict:
             if not warned and (warned := warning_of(config, lines)):
                 bar.write(warned, file=sys.stderr)
             if line["reward_mean"] is not None:
-                bar.set_postfix_str(f"reward {line['reward_mean']:.2f}, groups -{line['negative_share']:.2f} ~{line['mixed_share']:.2f} "
-                                    f"+{line['positive_share']:.2f}", refresh=False)
+                bar.set_postfix_str("reward {reward_mean:.2f}, groups -{negative_share:.2f} ~{mixed_share:.2f} +{positive_share:.2f}"
+                                    .format_map(line), refresh=False)
             if caught or (config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps):
-                save(step + 1)
+                save_model(run, folder / f"checkpoint-{step + 1}", state())
             if caught:
-                bar.close()
-                print(f"stopped by {signal.Signals(caught[0]).name} after step {step + 1}, saved; go on with --resume --out {folder}", file=sys.stderr)
+                bar.write(f"stopped by {signal.Signals(caught[0]).name} after step {step + 1}, saved; go on with --resume --out "
+                          f"{folder}", file=sys.stderr)
                 raise SystemExit(128 + caught[0])
     save_model(run, folder / "final")
-    result |= {"after": accuracy(run, held_out)}
-    write_json(folder / "evaluation.json", result)
+    write_json(folder / "evaluation.json", result := result | {"after": accuracy(run, held_out)})
     return result | {"folder": str(folder), "run": run}
 
 
@@ -1958,7 +1971,8 @@ STAGES = {
     "direct-rl": Stage("direct GRPO", "grpo", "student", part="all", steps=("warmup_steps", "opd_steps", "rl_steps")),
     "opd-only": Stage("no warm-up", "reverse-kl", "student", "teacher-rl", steps=("warmup_steps", "opd_steps")),
     "teacher-sft": Stage("no OPD, hard labels", "teacher-sft", "student", "teacher-rl", steps=("warmup_steps", "opd_steps")),
-    "warm-up-only": Stage("no OPD, whole distributions", "forward-kl", "student", "teacher-rl", steps=("warmup_steps", "opd_steps")),
+    "warm-up-only": Stage("no OPD, whole distributions", "forward-kl", "student", "teacher-rl",
+                          steps=("warmup_steps", "opd_steps")),
     "replay-rl": Stage("replay instead of held-out", "grpo", "opd", steps=("rl_steps",)),
     "teacher-rl-all": Stage("all labels to the teacher", "grpo", "teacher", part="all", steps=("teacher_steps",)),
     "warm-up-all": Stage("all labels to the teacher", "forward-kl", "student", "teacher-rl-all", steps=("warmup_steps",)),
@@ -1972,7 +1986,7 @@ class WorkflowConfig(Config):
 
     method: str = knob("grpo", "a stage has its own")
     teacher: str = knob(str(_TOY / "teacher-raw"), "teacher before its own RL, same tokenizer: a folder or hub name")
-    controls: str = knob("few", "few: the raw teacher's bridge and direct GRPO; all: every stage left out once, too", ("few", "all"))
+    controls: str = knob("few", "few: the raw teacher and direct GRPO; all: every stage left out once, too", ("few", "all"))
     teacher_steps: int = knob(60, "steps of the teacher's GRPO", ">= 1")
     # CHOICE: a warm-up as long as the distillation.  test_the_stages_have_the_stated_lengths
     warmup_steps: int = knob(100, "steps of the forward-KL warm-up", ">= 1")
@@ -2019,7 +2033,8 @@ def workflow(config: WorkflowConfig) -> list[dict]:
     for flag in ("student", "teacher"):
         check_model_folder(f"--{flag}", getattr(config, flag))
     folder = open_folder(config, "workflow")
-    prepare(dataclasses.replace(stage_config(config, "raw-warm-up", folder), resume=False), look=True)       # both models, all prompts
+    both = dataclasses.replace(stage_config(config, "raw-warm-up", folder), resume=False)
+    prepare(both, look=True)            # what a later stage could stumble over is told now: both models, all prompts
     if config.overwrite:
         for name in STAGES:
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -2048,14 +2063,15 @@ def workflow(config: WorkflowConfig) -> list[dict]:
 def workflow_table(rows: list[dict], task: str) -> str:
     """What each stage spent and what came of it, arm by arm"""
     whole = lambda answers: [sum(pair[i] for pair in answers.values()) for i in (0, 1)]
-    text, arm = [f"sparse to dense on {task}: held-out problems of all difficulties, 95 % intervals; labels: prompts whose answer was used\n",
-                 f"{'stage':18}{'method':13}{'learns from':16}{'steps':>6}{'labels':>8}{'so far':>8}  {'before':>8}  {'after':^22}"], None
+    line = "{:18}{:13}{:16}{:>6}{:>8}{:>8}  {:>8}  {:>22}".format
+    text, arm = [f"sparse to dense on {task}: held-out problems of all difficulties, 95 % intervals", "labels: prompts whose answer was "
+                 "used, by the stage and by all before it\n", line("stage", "method", "learns from", "steps", "labels", "so far",
+                                                                   "before", "after" + " " * 9)], None
     for row in rows:
-        if row["arm"] != arm:
-            arm = row["arm"]
-            text.append(arm)
-        text.append(f"  {row['stage']:16}{row['method']:13}{row['teacher'] or 'reward':16}{row['steps']:6}{row['labels']:8}{row['labels_so_far']:8}"
-                    f"  {share_cell(*whole(row['before'])).split('[')[0]:>8}  {share_cell(*whole(row['after'])):>22}")
+        text += [row["arm"]] if row["arm"] != arm else []
+        arm = row["arm"]
+        text.append(line("  " + row["stage"], row["method"], row["teacher"] or "reward", row["steps"], row["labels"],
+                         row["labels_so_far"], share_cell(*whole(row["before"])).split(" [")[0], share_cell(*whole(row["after"]))))
     return "\n".join(text)
 
 
@@ -2064,8 +2080,8 @@ def workflow_table(rows: list[dict], task: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 #
 # gold = the reference in float64, plain = the same reference in the candidate's dtype, both on inputs rounded to that dtype.
-# A candidate may lose twice what the plain formula loses (it may round in another order), and four roundings of the largest number
-# (where the plain formula happens to lose nothing):
+# A candidate may lose twice what the plain formula loses (it may round in another order), and four roundings of the largest
+# number (where the plain formula happens to lose nothing):
 #
 #     |candidate - gold|  <=  2 max |plain - gold| + 4 eps scale,     scale = max |gold|, and mean |term| for a loss
 #
@@ -2759,6 +2775,7 @@ def load_candidates(target: str, functions: list[str]) -> dict:
 
 
 def check_parser() -> argparse.ArgumentParser:
+    """The flags of check"""
     parser = OneLineParser(prog="python hybrid_rl.py check", allow_abbrev=False,
                            description="Judge another implementation, value and gradient.",
                            epilog="Exit code 0: all conform; 1: one differs; 2: cannot be judged.  Functions: " + ", ".join(SPEC))
@@ -2829,9 +2846,11 @@ def probe_report(folder: Path) -> str:
     """The mean kappa of a probe, and what the rule of thumb makes of it"""
     kappas = [line["kappa"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["kappa"]]
     if not kappas:
-        return "No step had a reward gradient (no mixed group), so kappa has no value; easier prompts or a larger --group-size would give one."
+        return ("No step had a reward gradient (no mixed group), so kappa has no value; easier prompts or a larger --group-size "
+                "would give one.")
     mean, middle = sum(kappas) / len(kappas), sorted(kappas)[len(kappas) // 2]
-    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, median {middle:.4g}, from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
+    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, median {middle:.4g}, "
+            f"from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
             f"rule of thumb (over 5000 m3-select, over 1000 m3-soft, else hybrid is enough): {strategy_for(mean)}\n"
             "A heuristic of the paper's authors, found on other models and tasks: try the alternatives before you rely on it.")
 
@@ -2853,42 +2872,80 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):
         word = message.removeprefix("unrecognized arguments: ").split()[0]
         if message.startswith("unrecognized arguments: "):
-            message = (f"{message}{did_you_mean(word, self._option_string_actions)}; --help lists the flags" if word.startswith("-") else
-                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is {self.prog.split()[-1]}")
+            near = did_you_mean(word, self._option_string_actions)
+            message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else f"unexpected {word!r}: a flag that is "
+                       f"on or off takes no value, and the command is {self.prog.split()[-1]}")
         print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
         raise SystemExit(2)
+
+
+TRAIN_HELP = """methods:
+{methods}
+
+other commands, each with its own --help: workflow (sparse to dense), check TARGET (the oracle), vectors FILE
+
+A flag that the chosen method does not read is refused.  Exit code 2: something given cannot be used; 130, 143: stopped by a
+signal, state saved."""
+WORKFLOW_HELP = """stages:
+{stages}
+
+They learn on the first half of the prompts, held-out-rl on the second, direct-rl and *-all on all.  --lr and the other flags are
+those of train, and the same in all stages that read them.  Exit codes as in train."""
 
 
 def build_parser(kind: type[Config] = Config) -> OneLineParser:
     """The flags of train, or of workflow, from the fields of their settings"""
     methods = "\n".join(f"  {name:18} {row.summary}" for name, row in METHODS.items())
     stages = "\n".join(f"  {name:15} {stage.arm}: {METHODS[stage.method].summary}" for name, stage in STAGES.items())
-    train, exits = kind is Config, "Exit code 2: something given cannot be used; 130, 143: stopped by a signal, state saved."
-    parser = OneLineParser(
-        prog="python hybrid_rl.py " + ("train" if train else "workflow"), allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train a language model with one method on one task.  Without flags: RSTG, on the toy." if train else
-                    "Sparse to dense: reward for the teacher, the teacher for the student, reward for the student; and the controls.",
-        epilog=f"methods:\n{methods}\n\nother commands: workflow (sparse to dense), check TARGET (the oracle) and vectors FILE, each "
-               f"with its own --help.\n\nA flag that the chosen method does not read is refused.  {exits}" if train else
-               f"stages:\n{stages}\n\nfirst half of the prompts, but for held-out-rl (second) and direct-rl, *-all (all).  {exits}")
+    about = {Config: "Train a language model with one method on one task.  Without flags: RSTG, on the toy.",
+             WorkflowConfig: "Reward for the teacher, the teacher for the student, reward for the student; and the controls."}
+    parser = OneLineParser(prog="python hybrid_rl.py " + ("train" if kind is Config else "workflow"), allow_abbrev=False,
+                           formatter_class=argparse.RawDescriptionHelpFormatter, description=about[kind],
+                           epilog=(TRAIN_HELP if kind is Config else WORKFLOW_HELP).format(methods=methods, stages=stages))
+    of_a_stage, read = ("method", "steps", "part", "plot"), {stage.method for stage in STAGES.values()}
     for field in dataclasses.fields(kind):
-        if not train and (field.name in ("method", "steps", "part", "plot") or not {s.method for s in STAGES.values()} & set(users_of(field))):
+        legal, default, users = field.metadata["legal"], field.default, users_of(field)
+        if kind is WorkflowConfig and (field.name in of_a_stage or not read & set(users)):
             continue
-        legal, default = field.metadata["legal"], field.default
         text = field.metadata["help"] + (f"; {legal}" if isinstance(legal, str) and legal else "")
-        users = users_of(field)
         text += f" [{', '.join(users)}]" if len(users) < len(METHODS) else ""
         if isinstance(default, bool):
             parser.add_argument(flag_of(field.name), action="store_true", default=argparse.SUPPRESS, help=text)
             continue
         shown = Path(default).name if default and str(default).startswith(str(_TOY)) else default
+        text += f" (default: {shown})" if shown not in ("", None) else ""
         of = float if field.type == float | None else field.type
-        parser.add_argument(flag_of(field.name), type=str if of is str else number(of), default=argparse.SUPPRESS,
-                            metavar="{" + ",".join(map(str, legal)) + "}" if isinstance(legal, tuple) and field.name != "method" else
-                            {int: "N", float: "X", str: "NAME"}[of],
-                            help=(text + (f" (default: {shown})" if shown not in ("", None) else "")).replace("%", "%%"))
+        what = ("{" + ",".join(map(str, legal)) + "}" if isinstance(legal, tuple) and field.name != "method" else
+                {int: "N", float: "X", str: "NAME"}[of])
+        parser.add_argument(flag_of(field.name), type=str if of is str else number(of), default=argparse.SUPPRESS, metavar=what,
+                            help=text.replace("%", "%%"))
     return parser
+
+
+def settings_of(words: list[str]) -> Config:
+    """The settings that a command line asks for; of workflow, if that is its first word"""
+    kind = WorkflowConfig if words[:1] == ["workflow"] else Config
+    given = vars(build_parser(kind).parse_args(words[kind is WorkflowConfig:]))
+    if given.get("probe"):
+        if "steps" in given:
+            raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one out")
+        given = {"method": "hybrid", "eval_problems": 0, "save_every": 0} | given | {"steps": given["probe"], "diagnose": True}
+    if given.get("resume") and given.get("out"):        # what is not given is as it was
+        given = saved_settings(Path(given["out"]), kind) | given
+    return kind(**given)
+
+
+def report(config: Config, result: dict) -> None:
+    """Prints what came of a run, and draws it where that was asked for"""
+    if config.plot:
+        from toy_tasks.plot import plot_run
+        plot_run(Path(result["folder"]), config.plot)
+    if config.probe:
+        print(f"\n{probe_report(Path(result['folder']))}")
+    if result["after"]:
+        print(f"\n{config.method} on {result['run'].task.name}, {config.steps} steps, held-out problems, temperature "
+              f"{config.temperature:g}, 95 % intervals\n\n{results_table(result)}")
+    print(f"\nThe model, its metrics and its settings are in {result['folder']}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -2899,19 +2956,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] in (["check"], ["vectors"]):
             return {"check": check_command, "vectors": vectors_command}[words[0]](words[1:])
-        kind = WorkflowConfig if words[:1] == ["workflow"] else Config
-        given = vars(build_parser(kind).parse_args(words[kind is WorkflowConfig:]))
-        if given.get("probe"):
-            if "steps" in given:
-                raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one out")
-            given = {"method": "hybrid", "eval_problems": 0, "save_every": 0} | given | {"steps": given["probe"], "diagnose": True}
-        if given.get("resume") and given.get("out"):        # what is not given is as it was
-            given = saved_settings(Path(given["out"]), kind) | given
-        config = kind(**given)
-        if kind is WorkflowConfig:
+        config = settings_of(words)
+        if isinstance(config, WorkflowConfig):
             workflow(config)
-            return 0
-        result = train(config)
+        else:
+            report(config, train(config))
+        return 0
     except UsageError as error:
         print(f"hybrid_rl.py: error: {error}", file=sys.stderr)
         return 2
@@ -2924,16 +2974,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FloatingPointError, OSError) as error:
         print(f"hybrid_rl.py: error: {error}", file=sys.stderr)
         return 1
-    if config.plot:
-        from toy_tasks.plot import plot_run
-        plot_run(Path(result["folder"]), config.plot)
-    if config.probe:
-        print(f"\n{probe_report(Path(result['folder']))}")
-    if result["after"]:
-        print(f"\n{config.method} on {result['run'].task.name}, {config.steps} steps, held-out problems, temperature {config.temperature:g}, 95 % intervals\n")
-        print(results_table(result))
-    print(f"\nThe model, its metrics and its settings are in {result['folder']}")
-    return 0
 
 
 if __name__ == "__main__":

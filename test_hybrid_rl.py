@@ -35,6 +35,7 @@ from torch.nn import functional as F
 import hybrid_rl as H
 import toy_tasks
 import toy_tasks.show
+from toy_tasks import claims
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 settings.load_profile("ci")
@@ -3801,7 +3802,7 @@ def test_label_counts_are_what_the_table_says(watched):
         line = next(line.split() for line in table if line.split()[:1] == [row["stage"]] and line.startswith("  "))
         assert line[3:6] == [str(row[key]) for key in ("steps", "labels", "labels_so_far")]
     low, high = H.wilson(sum(r for r, _ in rows[0]["after"].values()), 8)
-    assert f"[{100 * low:4.1f}, {100 * high:4.1f}]" in table[4], "the interval of its accuracy stands beside it"
+    assert f"[{100 * low:4.1f}, {100 * high:4.1f}]" in table[5], "the interval of its accuracy stands beside it"
 
 
 @pytest.mark.parametrize("method, part", [("grpo", "first"), ("grpo", "second"), ("forward-kl", "first"), ("reverse-kl", "all"),
@@ -3826,7 +3827,9 @@ def test_an_answer_that_is_not_counted_changes_no_weight_and_one_that_is_does(me
 def test_the_halves_of_the_prompts_share_none_and_are_the_whole():
     problems = list(range(7))
     assert H.part_of(problems, "first") + H.part_of(problems, "second") == H.part_of(problems, "all") == problems
-    assert len(H.part_of(problems, "first")) == 4 and H.part_of([1], "second") == []
+    assert len(H.part_of(problems, "first")) == 4 and H.part_of([1], "first") == [1]
+    with pytest.raises(H.UsageError, match="the second half is empty"):
+        H.part_of([1], "second")
 
 
 def test_the_warm_up_descends_p_s_minus_p_t_on_the_teachers_tokens(monkeypatch):
@@ -4888,3 +4891,88 @@ def test_every_choice_names_a_test_that_exists():
     marked = re.findall(r"(?:CHOICE|DEVIATES): .*", source)
     assert marked[1:] and all(f"def {name}(" in spec for line in source.splitlines() if re.search(r"# (CHOICE|DEVIATES):", line)
                               for name in re.findall(r"test_\w+", line) or ["none is named"])
+
+
+def paired_seeds(left, right, arms=("RSTG", "GRPO"), quantity="accuracy"):
+    return {seed: {arms[0]: {quantity: a}, arms[1]: {quantity: b}} for seed, (a, b) in enumerate(zip(left, right))}
+
+
+def test_an_interval_over_seeds_is_students_t_of_the_paired_differences():
+    same(tensor(claims.interval([1.0, 2.0, 3.0, 4.0])), tensor([2.5, 2.5 - 3.182 * 0.645497, 2.5 + 3.182 * 0.645497]), "n 4, std 1.29, t 3.182", tol=1e-5)
+    row = claims.judge(claims.Claim("", "", "RSTG", ">", "GRPO"), paired_seeds([50, 60, 70], [40, 51, 59]))
+    same(tensor([row["difference"], row["low"], row["high"]]), tensor([10.0, 10 - 4.303 * 3**-0.5, 10 + 4.303 * 3**-0.5]), "paired", tol=1e-5)
+    assert row["verdict"] == "holds", "the seeds differ by 10 among themselves, the pairs by 1: unpaired nothing would be decided"
+    for n, t in ((2, 12.706), (5, 2.776), (8, 2.365), (20, 2.093)):
+        assert claims.T_975[n - 2] == t
+
+
+@pytest.mark.parametrize("sense, low, high, expected", [
+    (">", 0.1, 9, "holds"), (">", -1, 9, "undecided"), (">", -9, 1.9, "does not hold"), (">", 0.5, 1.5, "holds"), ("<", -9, -0.1, "holds"),
+    ("<", -1.9, 3, "does not hold"), ("<", -9, 1, "undecided"), (">=", -1.9, 5, "holds"), (">=", -5, 5, "undecided"), (">=", -1.5, -0.5, "does not hold"),
+    ("<=", -5, 1.9, "holds"), ("<=", 0.5, 1.5, "does not hold"), ("<=", -5, 5, "undecided"), ("is near", -1.9, 1.9, "holds"), ("is near", 2.1, 5, "does not hold"),
+    ("is near", 1, 3, "undecided"), ("differs from", 0.1, 1, "holds"), ("differs from", -3, -0.1, "holds"), ("differs from", -1, 1, "does not hold"),
+    ("differs from", -1, 3, "undecided")])
+def test_a_verdict_follows_from_the_interval_and_a_margin_of_two(sense, low, high, expected):
+    assert claims.verdict(sense, low, high, 2.0) == expected
+
+
+def test_a_collapse_that_never_came_was_not_avoided():
+    collapse = next(claim for claim in claims.CLAIMS if claim.quantity == "collapsed")
+    arms = (collapse.left, collapse.right)
+    assert claims.judge(collapse, paired_seeds([0, 0, 0], [0, 0, 0], arms, "collapsed"))["verdict"] == "undecided"
+    assert claims.judge(collapse, paired_seeds([0, 0, 0], [100, 100, 100], arms, "collapsed"))["verdict"] == "holds"
+    assert claims.judge(collapse, paired_seeds([100, 100, 0], [100, 0, 100], arms, "collapsed"))["verdict"] == "undecided"
+
+
+def test_every_claim_compares_arms_that_are_run_and_flags_that_exist():
+    known = set(claims.ARMS) | set(H.STAGES)
+    assert len(claims.CLAIMS) >= 16 and len(claims.SEEDS) >= 5
+    for claim in claims.CLAIMS:
+        assert claim.left in known and (isinstance(claim.right, float) or claim.right in known) and claim.quantity in claims.UNITS
+    for arm, words in claims.ARMS.items():
+        kind = H.WorkflowConfig if words.startswith("workflow") else H.Config
+        kind(**vars(H.build_parser(kind).parse_args(words.removeprefix("workflow").split())))
+    assert set(claims.LOOKED_INTO) <= set(claims.ARMS)
+    assert any("is near" == claim.sense for claim in claims.CLAIMS)
+
+
+def test_the_claims_table_the_readme_and_the_file_say_the_same():
+    kept = json.loads((Path(claims.__file__).with_suffix(".json")).read_text())
+    values = {int(seed): value for seed, value in kept["values"].items()}
+    again = [claims.judge(claim, values) for claim in claims.CLAIMS]
+    assert again == kept["claims"] and kept["arms"] == claims.ARMS and len(values) == len(kept["seeds"]) >= 5
+    readme = (Path(H.__file__).parent / "README.md").read_text()
+    assert claims.in_readme(readme, again) == readme, "python -m toy_tasks.claims writes both"
+    other = dict(again[0], verdict="holds" if again[0]["verdict"] != "holds" else "undecided")
+    assert claims.in_readme(readme, [other, *again[1:]]) != readme, "near miss: a verdict changed by hand"
+
+
+def test_a_finished_run_of_the_claims_is_not_repeated_and_a_failed_one_is_told(tmp_path, monkeypatch):
+    calls = []
+
+    def fake(words, **_):
+        calls.append(words)
+        folder = Path(words[words.index("--out") + 1])
+        folder.mkdir(parents=True)
+        (folder / "evaluation.json").write_text('{"before": {}, "after": {"3": [1, 4], "4": [1, 1]}}')
+        (folder / "metrics.jsonl").write_text("".join(json.dumps({"reward_mean": r, "kappa": k, "conflict_rate_scored": 0.5}) + "\n"
+                                                      for r, k in ((0.5, 10.0), (0.5, None), (0.5, 1000.0), (0.5, 100.0))))
+        return types.SimpleNamespace(returncode=0, stderr="")
+    monkeypatch.setattr(claims.subprocess, "run", fake)
+    first, again = (claims.run("hybrid", 11, tmp_path) for _ in range(2))
+    assert len(calls) == 1 and first == again == {"hybrid": {"accuracy": 40.0, "collapsed": 0.0, "log10 kappa": 2.0, "conflict": 50.0}}
+    assert ["--seed", "11"] == calls[0][calls[0].index("--seed"):][:2] and "--diagnose" in calls[0]
+    monkeypatch.setattr(claims.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=2, stderr="no room"))
+    with pytest.raises(RuntimeError, match="RSTG, seed 10: exit code 2\nno room"):
+        claims.run("RSTG", 10, tmp_path)
+
+
+def test_a_student_that_is_the_teacher_overlaps_wholly_and_has_no_opd_advantage(tmp_path):
+    model, tokenizer = H.load_model("--student", TEACHER, "cpu")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "final")
+    seen = claims.of_two_models(tmp_path, 3)
+    assert seen["overlap"] == 100.0 and seen["OPD advantage, positive"] == 0.0
+    H.load_model("--student", STUDENT, "cpu")[0].save_pretrained(tmp_path / "final")
+    seen = claims.of_two_models(tmp_path, 3)
+    assert seen["overlap"] < 90 and seen["OPD advantage, negative"] < 0
