@@ -1921,8 +1921,7 @@ def train(config: Config, title: str = "") -> dict:
             tqdm(total=config.steps, initial=first, desc=title or config.method, unit="step") as bar:
         for step in range(first, config.steps):
             line = train_step(run, step)
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+            print(json.dumps(line), file=log, flush=True)
             bar.update()
             lines.append(line)
             if not warned and (warned := warning_of(config, lines)):
