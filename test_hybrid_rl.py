@@ -1753,7 +1753,7 @@ def test_two_tokens_and_two_signals_work_out_by_hand():
     same(H.m3_residual(d, r, soft, 0.0), (1 - 2 * soft)[..., None] * tensor([[[half, -half]]]), "the step goes with the reward")
 
 
-@given(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(2, 6), st.sampled_from([0.1, 0.5, 0.8]))
+@given(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.sampled_from([0.1, 0.5, 0.8]))
 def test_residuals_equal_their_loops(seed, rows, length, vocab, share):
     student, teacher, ids, _ = logit_case(seed, rows, length, vocab)
     a = randn(seed + 4, rows, length)
@@ -1868,6 +1868,7 @@ def test_zero_stays_zero():
     zero, alpha = torch.zeros_like(d), torch.full(d.shape[:2], 0.3, dtype=F64)
     bit_equal(H.unit_residual(zero), zero, "unit residual of nothing")
     bit_equal(H.m3_residual(zero, zero, alpha), zero, "M3 of nothing")
+    bit_equal(H.m3_residual(zero[..., :1], zero[..., :1], alpha), zero[..., :1], "M3 over a vocabulary of one token")
     same(H.m3_residual(zero, r, alpha), 0.7 * H.unit_residual(r), "a silent teacher leaves the reward its share")
     same(H.m3_residual(d, zero, alpha), 0.3 * H.unit_residual(d), "a silent reward leaves the teacher its share")
 
@@ -1891,10 +1892,15 @@ def test_for_the_lm_head_alone_both_forms_of_k_dr_have_one_sign(bias, seed):
 
 
 @pytest.mark.parametrize("seed, layers", [(0, 1), (10, 2), (20, 2)])
-def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers):
+def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers, monkeypatch):
     scene = Scene(seed, layers)
-    scene.d[0, 1], scene.r[2, 2] = 0.0, 0.0
-    found, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    scene.d[0, 1], scene.r[2, 2] = 0.0, 0.0                  # two silent positions
+    scene.d[1, 1, 3], scene.r[1, 2, 5] = 0.0, 0.0            # two that are silent on one token of the vocabulary only
+    plain, passes = torch.autograd.grad, []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", lambda y, x, probes, **k: (passes.append(len(probes)), plain(y, x, probes, **k))[1])
+        found, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    assert sum(passes) == 2 * 10, f"expected two passes for each of the 10 positions that speak, got {passes}"
     h_d, h_r = scene.pull(scene.d), scene.pull(scene.r)
     for b, t in itertools.product(range(3), range(4)):
         x, y = h_d[b, t].tolist(), h_r[b, t].tolist()
@@ -1904,6 +1910,23 @@ def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers):
     assert found[0, 1] == found[2, 2] == cosine[0, 1] == cosine[2, 2] == 0, "expected exactly 0 where a residual is 0"
     agree = (found.sign() == H.cross_signal_ntk(scene.d, scene.r).sign()).double().mean()
     assert agree < 1, f"expected some position where the residual form has the other sign on a whole model, got {agree}"
+
+
+def test_exact_k_dr_of_bfloat16_logits_is_summed_in_float32_and_passes_over_unused_parameters():
+    hidden, head, unused = (randint(seed, 8, *shape).bfloat16() for seed, shape in enumerate(((3, 4, 6), (5, 6), (2, 2))))
+    d, r = ((randint(seed, 9, 3, 4, 5) - 4).float() / 4 for seed in (3, 4))      # products of a few digits: bfloat16 holds them
+    parameters = [x.requires_grad_() for x in (unused, head)]
+    k_dr, cosine = H.exact_cross_signal_ntk(hidden @ head.T, parameters, d, r)
+    assert k_dr.dtype == cosine.dtype == torch.float32, f"expected float32, got {k_dr.dtype} and {cosine.dtype}"
+    bit_equal(k_dr, hidden.float().square().sum(-1) * (d * r).sum(-1), "K_DR without a rounding")
+
+
+def test_the_cosine_of_the_exact_k_dr_fades_below_a_product_of_lengths_of_1e_12():
+    weight, one = leaf([[[2.0, 3.0]]]), tensor([[[1.0, 0.0]]])
+    for slope, expected in ((1.0, 1.0), (1e-6, 0.5), (0.0, 0.0)):
+        k_dr, cosine = H.exact_cross_signal_ntk(slope * weight, [weight], one, one)
+        same(k_dr, tensor([[slope ** 2]]), f"K_DR where both pulls have length {slope}", tol=1e-30)
+        same(cosine, tensor([[expected]]), f"its cosine: {slope ** 2} / ({slope ** 2} + 1e-12)")
 
 
 def test_exact_k_dr_of_silence_is_zero_and_costs_no_backward_pass():
@@ -2254,6 +2277,10 @@ def test_m3_computes_in_float32_at_least():
     exact = H.distillation_residual(z.double(), z_teacher.double())
     same(d, exact, "the residual of the rounded logits, computed in float32", tol=1e-6)
     assert exact.dtype == F64, "expected float64 to stay"
+    assert H.reward_residual(z.float(), ids, a.double()).dtype == torch.float32, "expected float64 advantages to widen no logits"
+    g_r, g_d = z.flatten(), z_teacher.flatten()
+    for found, expected in zip(H.gradient_geometry(g_r, g_d), H.gradient_geometry(g_r.double(), g_d.double())):
+        same(found, expected, "kappa and cosine of the rounded gradients, computed in float32", tol=1e-6)
 
 
 def test_m3_names_the_shape_the_word_or_the_share_that_it_refuses():
@@ -2264,7 +2291,8 @@ def test_m3_names_the_shape_the_word_or_the_share_that_it_refuses():
     refuses("teacher_logits (3, 4, 4)", H.distillation_residual, student, teacher[..., :4])
     refuses("'reverse'", H.distillation_residual, student, teacher, "reverse")
     refuses("residual_r (3, 1, 5)", H.cross_signal_ntk, d, d[:, :1])
-    refuses("residual_d (3, 4, 1)", H.exact_cross_signal_ntk, d, [], d[..., :1], d)
+    for name, three in {"logits": (d[..., :1], d, d), "residual_d": (d, d[..., :1], d), "residual_r": (d, d, d[..., :1])}.items():
+        refuses(f"{name} (3, 4, 1)", H.exact_cross_signal_ntk, three[0], [], *three[1:])
     refuses("residual_r (3, 4, 1)", H.m3_residual, d, d[..., :1], k)
     refuses("gate (3, 1)", H.m3_residual, d, d, k[:, :1])
     refuses("residual (3, 4, 1)", H.residual_terms, d, d[..., :1])
@@ -2811,10 +2839,13 @@ def hybrid_with_dead_stream(streams):
 
 
 def test_new_tensors_are_made_on_the_device_of_those_that_were_given():
-    scene, mask, ids = Scene(0), torch.ones(1, 3, dtype=torch.bool), torch.tensor([[5, 2, 2]])
+    scene, ids = Scene(0), torch.tensor([[5, 2, 2], [5, 6, 7]])
+    mask, cut, everywhere = torch.tensor([[True, True, False], [True, True, True]]), torch.tensor([False, True]), ids > 0
+    chosen = torch.tensor([[True, True, False], [False, True, True]])
     with torch.device("meta"):                           # where a tensor comes to be that names no device: one without numbers
-        assert H.action_mask(ids, [2, 3]).tolist() == [[True, True, False]] and not H.truncated(ids, [2, 3]).item()
-        assert H.select_tokens(ids.double(), mask, 50).sum() == 2, "expected two of three tokens"
+        bit_equal(H.action_mask(ids, [2, 3]), mask, "action_mask")
+        bit_equal(H.truncated(ids, [2, 3]), cut, "truncated")
+        bit_equal(H.select_tokens(ids.double(), everywhere), chosen, "select_tokens")
         k_dr, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
     assert k_dr.isfinite().all() and cosine.isfinite().all(), "expected the kernel on the device of the logits"
 
