@@ -1524,8 +1524,9 @@ def test_rstg_keywords_matter_and_wrong_ones_are_named():
         refuses(str(share), H.select_tokens, case["entropy"], case["mask"], share)
     refuses("(6, 3)", H.select_tokens, case["entropy"], case["mask"][:, :3], 50)
     refuses("(3, 3)", H.rstg_advantages, **case | {"advantages": torch.zeros(3, 3)}, opd_coef=0.3)
-    all_three = "advantages_opd (6, 4), entropy (6, 3), mask (6, 4)"
-    refuses(all_three, H.rstg_advantages, **case | {"entropy": torch.zeros(6, 3)}, opd_coef=0.3)
+    for name in ("advantages_opd", "entropy", "mask"):
+        shapes = ", ".join(f"{x} {'(1, 4)' if x == name else '(6, 4)'}" for x in ("advantages_opd", "entropy", "mask"))
+        refuses(shapes, H.rstg_advantages, **case | {name: case[name][:1]}, opd_coef=0.3)
 
 
 def test_the_papers_weight_reaches_its_floor_at_step_80():
@@ -1914,11 +1915,11 @@ def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers, monkeypatch)
 
 def test_exact_k_dr_of_bfloat16_logits_is_summed_in_float32_and_passes_over_unused_parameters():
     hidden, head, unused = (randint(seed, 8, *shape).bfloat16() for seed, shape in enumerate(((3, 4, 6), (5, 6), (2, 2))))
-    d, r = ((randint(seed, 9, 3, 4, 5) - 4).float() / 4 for seed in (3, 4))      # products of a few digits: bfloat16 holds them
+    d, r = ((randint(seed, 9, 3, 4, 5) - 4).double() / 4 for seed in (3, 4))     # products of a few digits: bfloat16 holds them
     parameters = [x.requires_grad_() for x in (unused, head)]
     k_dr, cosine = H.exact_cross_signal_ntk(hidden @ head.T, parameters, d, r)
     assert k_dr.dtype == cosine.dtype == torch.float32, f"expected float32, got {k_dr.dtype} and {cosine.dtype}"
-    bit_equal(k_dr, hidden.float().square().sum(-1) * (d * r).sum(-1), "K_DR without a rounding")
+    bit_equal(k_dr.double(), hidden.double().square().sum(-1) * (d * r).sum(-1), "K_DR without a rounding")
 
 
 def test_the_cosine_of_the_exact_k_dr_fades_below_a_product_of_lengths_of_1e_12():
