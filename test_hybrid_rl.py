@@ -2278,7 +2278,7 @@ def test_m3_computes_in_float32_at_least():
     exact = H.distillation_residual(z.double(), z_teacher.double())
     same(d, exact, "the residual of the rounded logits, computed in float32", tol=1e-6)
     assert exact.dtype == F64, "expected float64 to stay"
-    assert H.reward_residual(z.float(), ids, a.double()).dtype == torch.float32, "expected float64 advantages to widen no residual"
+    assert H.reward_residual(z.float(), ids, a.double()).dtype == torch.float32, "expected float64 advantages to widen nothing"
     g_r, g_d = z.flatten(), z_teacher.flatten()
     for found, expected in zip(H.gradient_geometry(g_r, g_d), H.gradient_geometry(g_r.double(), g_d.double())):
         same(found, expected, "kappa and cosine of the rounded gradients, computed in float32", tol=1e-6)
