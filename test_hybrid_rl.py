@@ -229,7 +229,7 @@ def test_exactly_the_logits_before_the_completion_are_read():
     differs(score(loud), score(logits), "another logit at 3")
 
 
-@given(SEEDS, ROWS, LENGTHS, st.integers(2, 5), st.sampled_from([0.5, 1.0, 1.7]))
+@given(SEEDS, ROWS, LENGTHS, st.integers(1, 5), st.sampled_from([0.5, 1.0, 1.7]))
 def test_token_logps_and_entropy_equal_their_loops(seed, rows, length, vocab, temperature):
     logits, ids = leaf(3 * randn(seed, rows, length + 1, vocab)), randint(seed, vocab, rows, length + 1)
     logp, entropy = H.token_logps(logits, ids, temperature), H.token_entropy(logits, temperature)
@@ -251,6 +251,7 @@ def test_a_logit_of_minus_infinity_adds_nothing_to_entropy_or_gradient():
     full, short = leaf([[[1.0, -INF, 0.3]]]), leaf([[[1.0, 0.3]]])
     h_full, h_short = H.token_entropy(full), H.token_entropy(short)
     same(h_full, h_short, "entropy without the impossible token")
+    same(h_short, tensor([[-math.fsum(p * math.log(p) for p in twin_softmax([1.0, 0.3]))]]), "at a temperature of 1 unless told")
     same(grad(h_full.sum(), full)[..., [0, 2]], grad(h_short.sum(), short), "gradient of the possible ones")
     assert grad(h_full.sum(), full)[0, 0, 1] == 0, "expected gradient 0 at the impossible token"
     logp = H.token_logps(full.expand(1, 2, 3), torch.tensor([[0, 2]]))
@@ -267,6 +268,9 @@ def test_low_precision_logits_are_scored_in_float32(dtype):
     assert H.token_logps(logits.double(), ids).dtype == F64, "expected float64 to stay"
     ones = torch.ones(1, 4097, dtype=dtype)
     assert H.weighted_sum(ones, ones).item() == 4097, f"expected an exact sum of {dtype}"
+    third = H.weighted_sum(ones[:, :3], torch.full((1, 3), 1 / 3, dtype=F64))
+    same(third, 1.0, "three thirds: the weights are not rounded to the terms' precision", tol=1e-6)
+    assert third.dtype == torch.float32, f"expected float64 weights to widen no loss, got {third.dtype}"
 
 
 @given(SEEDS, ROWS, LENGTHS, st.sampled_from(HOWS), st.sampled_from(["skip", "count"]))
@@ -281,6 +285,7 @@ def test_every_mean_equals_its_loop_in_value_and_gradient(seed, rows, length, ho
 def test_weights_are_float64_whatever_the_divisor():
     one, many = torch.ones(1, 1, dtype=torch.bool), torch.ones(4097, 4097, dtype=torch.bool)
     same(H.token_weights(one, HOWS[2], 7.3), tensor([[1 / 7.3]]), "one over a length that is no whole number", tol=1e-14)
+    same(H.token_weights(one, HOWS[2], 0.25), tensor([[4.0]]), "one over a length below one", tol=1e-14)
     same(H.token_weights(many, "token_mean")[:1, :1] * 4097**2, tensor([[1.0]]), "one over more than 2^24 tokens", tol=1e-14)
 
 
@@ -336,7 +341,7 @@ def test_section_2_refuses_with_the_value_named():
     refuses("None", H.token_weights, mask, HOWS[2])
     refuses("0", H.token_weights, mask, HOWS[2], 0)
     refuses("-4", H.aggregate, x, mask, HOWS[2], -4)
-    refuses("(2, 4)", H.aggregate, torch.zeros(2, 4), mask, "token_mean")
+    refuses("terms (2, 4), mask (2, 3)", H.aggregate, torch.zeros(2, 4), mask, "token_mean")
     refuses("(1, 3)", H.weighted_sum, x, torch.zeros(1, 3))
     refuses("(2, 5)", H.token_logps, torch.zeros(2, 4, 7), torch.zeros(2, 5, dtype=torch.long))
     refuses("b (3,)", H.same_shape, a=torch.zeros(2), b=torch.zeros(3))
@@ -444,7 +449,8 @@ def twin_advantages(rewards: list, scale: str, ddof: int, eps: float, baseline: 
 
 def test_a_completion_is_compared_with_its_own_group():
     rewards = tensor([[1, 0, 0, 0], [1, 1, 1, 0]])
-    same(H.group_advantages(rewards), tensor([[1.7317] + [-0.5772] * 3, [0.5772] * 3 + [-1.7317]]), "ddof 0", tol=1e-4)
+    plain = tensor([[3] + [-1] * 3, [1] * 3 + [-3]]) / (3 ** 0.5 + 4e-4)
+    same(H.group_advantages(rewards), plain, "1.7317 and 0.5772: ddof 0, eps 1e-4")
     same(H.group_advantages(rewards, ddof=1), tensor([[1.4997] + [-0.4999] * 3, [0.4999] * 3 + [-1.4997]]), "ddof 1", tol=1e-4)
     same(advantages_over_the_batch(rewards).abs(), torch.full((2, 4), 0.9998), "the wrong one, over the batch", tol=1e-4)
     same(advantages_over_the_batch(rewards, ddof=1).abs(), torch.full((2, 4), 0.9352), "likewise, ddof 1", tol=1e-4)
@@ -463,7 +469,7 @@ def test_equal_rewards_have_exactly_zero_advantage(value, size):
     dtypes = (torch.float32, torch.bfloat16, F64)
     for dtype, scale, ddof, eps, baseline in itertools.product(dtypes, SCALES, (0, 1), (0.0, 1e-6), BASELINES):
         rewards = torch.full((2, size), value, dtype=dtype)
-        rewards[1, 0] = 0.95
+        rewards[1, 0], rewards[1, 1] = 0.95, 0.05        # so the equal ones are neither the best nor the worst of the batch
         a = H.group_advantages(rewards, scale=scale, ddof=ddof, eps=eps, baseline=baseline)
         assert (a[0] == 0).all() and a.isfinite().all(), f"expected 0 for {size} rewards of {value}, {dtype}, got {a[0]}"
         assert a[1, 0] > 0, f"expected the one better reward above 0, got {a[1]}"
@@ -693,6 +699,7 @@ def test_k1_as_a_loss_teaches_nothing_and_k3_follows_the_other_direction():
                                      ("k1", "ratio", 0.4465), ("k3", "ratio", 0.4465)]:
         mean = (p * H.kl_terms(logp, ref, kind, gradient)).sum()
         same(grad(mean, student), tensor([expected, -expected]), f"gradient of {kind}, {gradient}", tol=2e-4)
+    same(grad((p * H.kl_terms(logp, ref)).sum(), student), tensor([0.4246, -0.4246]), "k3, estimator, unless told", tol=2e-4)
     same((p * H.kl_terms(logp, ref, "k1")).sum(), 0.4290, "mean of k1 = KL", tol=2e-4)
     same((p * H.kl_terms(logp, ref, "k3")).sum(), 0.4290, "mean of k3 = KL", tol=2e-4)
 
@@ -767,8 +774,8 @@ def test_section_4_refuses_with_the_value_named():
     refuses("(3, 3)", H.grpo_loss, x, x, x, torch.ones(3, 3, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("which", ("advantages of another batch", "advantages without a column", "logp_old of one row",
-                                   "logp_ref of one row"))
+@pytest.mark.parametrize("which", ("advantages of another batch", "advantages without a column", "logp of one row",
+                                   "logp of one row, masked", "logp_old of one row", "logp_ref of one row"))
 def test_no_loss_broadcasts_by_accident(which):
     x, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="shapes differ"):
@@ -776,6 +783,10 @@ def test_no_loss_broadcasts_by_accident(which):
             H.policy_terms(x, x, torch.zeros(2, 1))
         elif which == "advantages without a column":     # would go to columns instead of rows where B = T
             H.grpo_loss(x, x, torch.arange(3.0), mask)
+        elif which == "logp of one row":
+            H.policy_terms(x[:1], x, x)
+        elif which == "logp of one row, masked":         # to fill it under the mask makes three rows of it
+            H.grpo_loss(x[:1], x, x, mask)
         elif which == "logp_old of one row":
             H.grpo_loss(x, torch.zeros(1, 3), x, mask)
         else:
@@ -1120,6 +1131,11 @@ def test_a_token_that_one_side_cannot_say_is_infinite_in_one_direction_only():
         for f in (fine, H.generalized_jsd):
             assert f(student, teacher).isfinite().all(), f"expected a finite {f.__name__}"
             assert grad(f(student, teacher).sum(), student).isfinite().all(), f"expected a finite gradient of {f.__name__}"
+        s, t = twin_softmax(student[0, 0].tolist()), twin_softmax(teacher[0, 0].tolist())
+        m, jsd = [0.3 * y + 0.7 * x for x, y in zip(s, t)], H.generalized_jsd(student, teacher, 0.3)
+        same(jsd, tensor([[twin_jsd(s, t, 0.3)]]), "JSD against its loop")
+        residual = [0.7 * x * (math.log(x / y) - twin_kl(s, m)) if x else 0.0 for x, y in zip(s, m)]
+        same(grad(jsd.sum(), student)[0, 0], tensor(residual), "its gradient")
 
 
 @pytest.mark.parametrize("divergence", (H.reverse_kl, H.forward_kl, H.generalized_jsd))
@@ -1243,6 +1259,16 @@ def test_sft_equals_its_loop_beside_garbage(seed, rows, length, how, empty_rows,
     same(grad(loss, logp), -tensor(twin_weights(mask.tolist(), how, 6, empty_rows)), "gradient")
 
 
+def test_a_loss_weighs_completions_and_not_tokens_alike_unless_told():
+    mask, zero = torch.tensor([[True, False], [True, True]]), torch.zeros(2, 2, dtype=F64)
+    logp = leaf([[-3.0, NAN], [-1.0, -1.0]])
+    sft, opd = H.sft_loss(logp, mask), H.opd_loss(logp, zero, mask)
+    same(sft, 2.0, "mean of 3 and 1 (5/3 = over the three tokens)")
+    same(grad(sft, logp), -tensor([[0.5, 0.0], [0.25, 0.25]]), "gradient of sft_loss")
+    same(opd, -2.0, "opd_loss: minus the mean of the advantages 3 and 1")
+    same(grad(opd, logp), -tensor([[1.5, 0.0], [0.25, 0.25]]), "gradient of opd_loss")
+
+
 def test_sft_refuses_with_the_value_named():
     refuses("'sum'", H.sft_loss, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), "sum")
     refuses("(1, 3)", H.sft_loss, torch.zeros(1, 2), torch.ones(1, 3, dtype=torch.bool))
@@ -1318,6 +1344,7 @@ def rstg_case(seed: int, groups: int = 3, size: int = 2, length: int = 4) -> dic
 def test_only_groups_without_variance_leave_the_middle_route():
     routes = H.route_groups(tensor([[0, 0, 0], [0, 1, 0], [1, 1, 1]]))
     assert routes.tolist() == [H.NEGATIVE, H.MIXED, H.POSITIVE] == [-1, 0, 1], f"expected negative, mixed, positive, got {routes}"
+    assert routes.dtype == torch.long, f"expected whole numbers, got {routes.dtype}"
     assert H.route_groups(torch.tensor([[False, False]])).tolist() == [-1], "expected booleans to count as outcomes"
 
 
@@ -1339,6 +1366,7 @@ def test_a_shaped_reward_is_no_outcome():
         refuses("(2, 2)", f, shaped)
         refuses("(2,)", f, tensor([0, 1]))
         refuses("(2, 2)", f, tensor([[NAN, 1], [0, 1]]))
+        refuses("(2, 0)", f, torch.zeros(2, 0))          # a group of none is neither solved nor failed
     refuses("(2, 2)", H.listening, shaped, "all")
 
 
@@ -1346,7 +1374,7 @@ def test_unsure_or_disagreeing_tokens_score_high():
     h, d, mask = tensor([[2, 0, 1, 0.2, 3]]), tensor([[0, 1, 0.5, 0.1, 5]]), torch.tensor([[True] * 4 + [False]])
     scores = H.token_scores(h, d, mask)
     same(scores, tensor([[1, 1, 0.75, 0.19, 0]]), "Soft-OR")
-    chosen = H.select_tokens(scores, mask, 50)
+    chosen = H.select_tokens(scores, mask)               # half of them unless told
     assert chosen.tolist() == [[True, True, False, False, False]], f"expected tokens 0 and 1, got {chosen}"
     leaked = H.select_tokens(scores_with_padding(h, d, mask), mask, 50)
     assert leaked.tolist() == [[True, False, True, False, False]], f"expected the leaking pad to pick 0 and 2, got {leaked}"
@@ -1363,6 +1391,8 @@ def test_token_scores_equal_their_loop_and_are_a_symmetric_or(seed, rows, length
     low = torch.maximum(only(h), only(d))
     assert (s >= low - 1e-12).all() and (s <= 1 + 1e-12).all(), f"expected max(h, d) <= s <= 1, got {s}"
     same(H.token_scores(3 * h + 1, d / 7, mask), s, "units and zero points of h and d")
+    low = [x.bfloat16() for x in (h, d)]
+    same(H.token_scores(*low, mask), H.token_scores(*(x.double() for x in low), mask), "bfloat16, scaled in float32", tol=1e-5)
 
 
 def test_scores_are_scaled_over_all_routed_tokens():
@@ -1379,8 +1409,11 @@ def test_scores_are_detached_and_refuse_infinity_only_at_action_tokens():
     for garbage in (NAN, INF, -INF):
         dirty = tensor([[0.0, 3.0, garbage]])
         bit_equal(H.token_scores(h, dirty, mask), H.token_scores(h, d, mask), f"{garbage} under the mask")
-        refuses("not finite", H.token_scores, h, dirty, torch.ones(1, 3, dtype=torch.bool))
-    refuses("(1, 2)", H.token_scores, h, torch.zeros(1, 2), mask)
+        for pair in ((h, dirty), (dirty, h)):
+            refuses("not finite", H.token_scores, *pair, torch.ones(1, 3, dtype=torch.bool))
+    refuses("divergence (1, 2)", H.token_scores, h, torch.zeros(1, 2), mask)
+    refuses("entropy (1, 1)", H.token_scores, h[:, :1], d, mask)
+    refuses("mask (1, 1)", H.token_scores, h, d, mask[:, :1])
     bit_equal(H.token_scores(h, d, mask & False), torch.zeros(1, 3, dtype=F64), "nothing routed")
 
 
@@ -1409,6 +1442,12 @@ def test_select_tokens_equals_its_loop_and_ties_go_to_the_earlier_token(seed, ro
     expected = twin_select(scores.tolist(), mask.tolist(), str(share))
     assert selected.tolist() == expected, f"expected {expected} at {share} %, got {selected}"
     bit_equal(H.select_tokens(scores, mask, 100), mask, "100 percent")
+
+
+def test_ties_go_to_the_earlier_token_in_a_long_completion_too():
+    scores, mask = randint(0, 3, 2, 1000).double(), ragged(1, 2, 1000, 900)      # short rows tie the right way in any sort
+    expected = tensor(twin_select(scores.tolist(), mask.tolist(), "50")).bool()
+    bit_equal(H.select_tokens(scores, mask), expected, "three scores for a thousand tokens")
 
 
 @given(SEEDS, st.integers(3, 5), st.integers(2, 3), LENGTHS, st.sampled_from([0.1, 1.0]), st.sampled_from([20, 50, 100]))
@@ -1480,13 +1519,16 @@ def test_rstg_keywords_matter_and_wrong_ones_are_named():
     case = rstg_case(1)
     base = H.rstg_advantages(**case, opd_coef=0.3)
     same(H.rstg_advantages(**case, opd_coef=0.6)[:2], 2 * base[:2], "twice the coefficient")
+    bit_equal(H.rstg_advantages(**case, opd_coef=0.3, select_share=50), base, "half of the tokens unless told")
     differs(H.rstg_advantages(**case, opd_coef=0.3, select_share=100), base, "select_share")
     differs(H.rstg_advantages(**case | {"confidence": case["confidence"] / 2}, opd_coef=0.3), base, "confidence")
     for share in (0, -5, 100.5):
         refuses(str(share), H.select_tokens, case["entropy"], case["mask"], share)
     refuses("(6, 3)", H.select_tokens, case["entropy"], case["mask"][:, :3], 50)
     refuses("(3, 3)", H.rstg_advantages, **case | {"advantages": torch.zeros(3, 3)}, opd_coef=0.3)
-    refuses("(6, 3)", H.rstg_advantages, **case | {"entropy": torch.zeros(6, 3)}, opd_coef=0.3)
+    for name in ("advantages_opd", "entropy", "mask"):
+        shapes = ", ".join(f"{x} {'(1, 4)' if x == name else '(6, 4)'}" for x in ("advantages_opd", "entropy", "mask"))
+        refuses(shapes, H.rstg_advantages, **case | {name: case[name][:1]}, opd_coef=0.3)
 
 
 def test_the_papers_weight_reaches_its_floor_at_step_80():
@@ -1495,6 +1537,7 @@ def test_the_papers_weight_reaches_its_floor_at_step_80():
     same(tensor(beta[79:82]), tensor([1.05e-3, 1e-3, 1e-3]), "steps 79, 80, 81", tol=1e-15)
     assert set(beta[81:]) == {1e-3}, f"expected the floor from step 80 on, got {beta[78:82]}"
     assert H.anneal(10**6, 0.2, 0.0, 0.1) == 0.2, "expected slope 0 to be constant"
+    assert H.anneal(7, 0.2, 0.01, 0.2) == 0.2, "expected a start on the floor to stay there"
     refuses("0.3", H.anneal, 0, 0.2, 0.01, 0.3)
     refuses("-0.01", H.anneal, 0, 0.2, -0.01, 0.1)
 
@@ -1713,7 +1756,7 @@ def test_two_tokens_and_two_signals_work_out_by_hand():
     same(H.m3_residual(d, r, soft, 0.0), (1 - 2 * soft)[..., None] * tensor([[[half, -half]]]), "the step goes with the reward")
 
 
-@given(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(2, 6), st.sampled_from([0.1, 0.5, 0.8]))
+@given(SEEDS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.sampled_from([0.1, 0.5, 0.8]))
 def test_residuals_equal_their_loops(seed, rows, length, vocab, share):
     student, teacher, ids, _ = logit_case(seed, rows, length, vocab)
     a = randn(seed + 4, rows, length)
@@ -1828,6 +1871,7 @@ def test_zero_stays_zero():
     zero, alpha = torch.zeros_like(d), torch.full(d.shape[:2], 0.3, dtype=F64)
     bit_equal(H.unit_residual(zero), zero, "unit residual of nothing")
     bit_equal(H.m3_residual(zero, zero, alpha), zero, "M3 of nothing")
+    bit_equal(H.m3_residual(zero[..., :1], zero[..., :1], alpha), zero[..., :1], "M3 over a vocabulary of one token")
     same(H.m3_residual(zero, r, alpha), 0.7 * H.unit_residual(r), "a silent teacher leaves the reward its share")
     same(H.m3_residual(d, zero, alpha), 0.3 * H.unit_residual(d), "a silent reward leaves the teacher its share")
 
@@ -1851,10 +1895,15 @@ def test_for_the_lm_head_alone_both_forms_of_k_dr_have_one_sign(bias, seed):
 
 
 @pytest.mark.parametrize("seed, layers", [(0, 1), (10, 2), (20, 2)])
-def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers):
+def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers, monkeypatch):
     scene = Scene(seed, layers)
-    scene.d[0, 1], scene.r[2, 2] = 0.0, 0.0
-    found, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    scene.d[0, 1], scene.r[2, 2] = 0.0, 0.0                  # two silent positions
+    scene.d[1, 1, 3], scene.r[1, 2, 5] = 0.0, 0.0            # two that are silent on one token of the vocabulary only
+    plain, passes = torch.autograd.grad, []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", lambda y, x, probes, **k: (passes.append(len(probes)), plain(y, x, probes, **k))[1])
+        found, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    assert sum(passes) == 2 * 10, f"expected two passes for each of the 10 positions that speak, got {passes}"
     h_d, h_r = scene.pull(scene.d), scene.pull(scene.r)
     for b, t in itertools.product(range(3), range(4)):
         x, y = h_d[b, t].tolist(), h_r[b, t].tolist()
@@ -1864,6 +1913,23 @@ def test_exact_k_dr_is_two_backward_passes_a_position(seed, layers):
     assert found[0, 1] == found[2, 2] == cosine[0, 1] == cosine[2, 2] == 0, "expected exactly 0 where a residual is 0"
     agree = (found.sign() == H.cross_signal_ntk(scene.d, scene.r).sign()).double().mean()
     assert agree < 1, f"expected some position where the residual form has the other sign on a whole model, got {agree}"
+
+
+def test_exact_k_dr_of_bfloat16_logits_is_summed_in_float32_and_passes_over_unused_parameters():
+    hidden, head, unused = (randint(seed, 8, *shape).bfloat16() for seed, shape in enumerate(((3, 4, 6), (5, 6), (2, 2))))
+    d, r = ((randint(seed, 9, 3, 4, 5) - 4).double() / 4 for seed in (3, 4))     # products of a few digits: bfloat16 holds them
+    parameters = [x.requires_grad_() for x in (unused, head)]
+    k_dr, cosine = H.exact_cross_signal_ntk(hidden @ head.T, parameters, d, r)
+    assert k_dr.dtype == cosine.dtype == torch.float32, f"expected float32, got {k_dr.dtype} and {cosine.dtype}"
+    bit_equal(k_dr.double(), hidden.double().square().sum(-1) * (d * r).sum(-1), "K_DR without a rounding")
+
+
+def test_the_cosine_of_the_exact_k_dr_fades_below_a_product_of_lengths_of_1e_12():
+    weight, one = leaf([[[2.0, 3.0]]]), tensor([[[1.0, 0.0]]])
+    for slope, expected in ((1.0, 1.0), (1e-6, 0.5), (0.0, 0.0)):
+        k_dr, cosine = H.exact_cross_signal_ntk(slope * weight, [weight], one, one)
+        same(k_dr, tensor([[slope ** 2]]), f"K_DR where both pulls have length {slope}", tol=1e-16)
+        same(cosine, tensor([[expected]]), f"its cosine: {slope ** 2} / ({slope ** 2} + 1e-12)")
 
 
 def test_exact_k_dr_of_silence_is_zero_and_costs_no_backward_pass():
@@ -2214,6 +2280,10 @@ def test_m3_computes_in_float32_at_least():
     exact = H.distillation_residual(z.double(), z_teacher.double())
     same(d, exact, "the residual of the rounded logits, computed in float32", tol=1e-6)
     assert exact.dtype == F64, "expected float64 to stay"
+    assert H.reward_residual(z.float(), ids, a.double()).dtype == torch.float32, "expected float64 advantages to widen nothing"
+    g_r, g_d = z.flatten(), z_teacher.flatten()
+    for found, expected in zip(H.gradient_geometry(g_r, g_d), H.gradient_geometry(g_r.double(), g_d.double())):
+        same(found, expected, "kappa and cosine of the rounded gradients, computed in float32", tol=1e-6)
 
 
 def test_m3_names_the_shape_the_word_or_the_share_that_it_refuses():
@@ -2224,7 +2294,8 @@ def test_m3_names_the_shape_the_word_or_the_share_that_it_refuses():
     refuses("teacher_logits (3, 4, 4)", H.distillation_residual, student, teacher[..., :4])
     refuses("'reverse'", H.distillation_residual, student, teacher, "reverse")
     refuses("residual_r (3, 1, 5)", H.cross_signal_ntk, d, d[:, :1])
-    refuses("residual_d (3, 4, 1)", H.exact_cross_signal_ntk, d, [], d[..., :1], d)
+    for name, three in {"logits": (d[..., :1], d, d), "residual_d": (d, d[..., :1], d), "residual_r": (d, d, d[..., :1])}.items():
+        refuses(f"{name} (3, 4, 1)", H.exact_cross_signal_ntk, three[0], [], *three[1:])
     refuses("residual_r (3, 4, 1)", H.m3_residual, d, d[..., :1], k)
     refuses("gate (3, 1)", H.m3_residual, d, d, k[:, :1])
     refuses("residual (3, 4, 1)", H.residual_terms, d, d[..., :1])
@@ -2665,6 +2736,8 @@ def test_rstg_without_its_distillation_keeps_the_gate():
     full = case | {"confidence": torch.ones(3, dtype=F64)}
     args = (full["outcomes"], full["advantages"], full["mask"], 0.3, full["advantages_opd"], full["entropy"])
     bit_equal(H.advantage_streams(weightless, *args)[1], all_streams("rstg", full)[1], "no weighting = confidence 1")
+    of_booleans = H.advantage_streams(weightless, full["outcomes"].bool(), *args[1:])[1]
+    bit_equal(of_booleans, all_streams("rstg", full)[1], "outcomes as booleans: the coefficient stays float64")
 
 
 @given(SEEDS)
@@ -2766,6 +2839,18 @@ def hybrid_as_mean(streams):
 def hybrid_with_dead_stream(streams):
     total = [(terms * weights).sum() for terms, weights in streams.values()]
     return total[0] + sum(x.detach() for x in total[1:])
+
+
+def test_new_tensors_are_made_on_the_device_of_those_that_were_given():
+    scene, ids = Scene(0), torch.tensor([[5, 2, 2], [5, 6, 7]])
+    mask, cut, everywhere = torch.tensor([[True, True, False], [True, True, True]]), torch.tensor([False, True]), ids > 0
+    chosen = torch.tensor([[True, True, False], [False, True, True]])
+    with torch.device("meta"):                           # where a tensor comes to be that names no device: one without numbers
+        bit_equal(H.action_mask(ids, [2, 3]), mask, "action_mask")
+        bit_equal(H.truncated(ids, [2, 3]), cut, "truncated")
+        bit_equal(H.select_tokens(ids.double(), everywhere), chosen, "select_tokens")
+        k_dr, cosine = H.exact_cross_signal_ntk(scene.logits, scene.parameters, scene.d, scene.r)
+    assert k_dr.isfinite().all() and cosine.isfinite().all(), "expected the kernel on the device of the logits"
 
 
 # Cases for the functions that SPEC of section 13 leaves out, since they take no tensors or a model: {function: {case: seed -> arguments}}.
