@@ -11,8 +11,9 @@ them as equations that run:
     sparse to dense         which label for which model  arXiv:2605.12483    section 12
 
 One view of all of it.  Every signal is a residual in logit space, delta_t = dLoss/dz_t, pushed through the same Jacobian:
-gradient = sum_t J_t delta_t.  Methods differ in the residual and in nothing else (p_S student, p_T teacher, e_y one-hot of
-the sampled token y, both probabilities over the whole vocabulary; rho = p_S(y) / p_old(y), here at rho = 1):
+gradient = sum_t J_t delta_t, J_t = (dz_t / dtheta)^T.  Signals differ in the residual alone; methods also in whose completions
+they train on, at which tokens, and how signals are joined (p_S student, p_T teacher, e_y one-hot of the sampled token y, both
+probabilities over the whole vocabulary; rho = p_S(y) / p_old(y), here at rho = 1; l = the teacher's share of the mixture m):
 
     signal                      advantage A_t in the loss -rho_t A_t                residual delta_t
     GRPO                        (r - mean r) / (std r + eps), every token alike     -A (e_y - p_S)
@@ -22,13 +23,14 @@ the sampled token y, both probabilities over the whole vocabulary; rho = p_S(y) 
     forward KL(p_T, p_S)        none: all tokens at once                            p_S - p_T
     JSD, m = l p_T + (1-l) p_S  none: all tokens at once                            (1-l) p_S (log(p_S / m) - KL(p_S, m))
 
-Shapes: N prompts, G completions a prompt (a group), B = N G rollouts, row b = n G + g; T completion tokens, L = P + T all
-tokens, V vocabulary.  Names: logp = log-probability of the sampled token under the student now, logp_old = under the policy
-that sampled it, logp_ref, logp_teacher likewise; action_mask (mask for short) = the tokens that the policy chose; outcome =
-right or wrong; route = what a group's outcomes say; `*_terms` = one number a token, before any reduction.
+Shapes: N prompts, G completions a prompt (a group), B = N G rollouts, row b = n G + g; P prompt tokens, T completion tokens,
+L = P + T, V vocabulary.  Functions of several tensors raise ValueError where the shapes differ, and say which.  Names: logp =
+log-probability of the sampled token under the student now, logp_old = under the policy that sampled it, logp_ref, logp_teacher
+likewise; action_mask (mask for short) = the tokens that the policy chose; outcome = right or wrong; route = what a group's
+outcomes say; `*_terms` = one number a token, before any reduction.
 
 Order: 1 config, 2 masks, sums, log-probs, 3 advantages, 4 GRPO, 5 distillation, 6 imitation, 7 RSTG, 8 M3, 9 the objective,
-where 4-8 meet; then THE LINE: above it pure functions of tensors, below it 10 models and sampling, 11 the loop, 12 the stages
+where 4-8 meet; then THE LINE: above it settings and pure functions, below it 10 models and sampling, 11 the loop, 12 the stages
 of sparse to dense, 13 the oracle, which judges other implementations of what is above, 14 the command line.
 `CHOICE:` marks a value that the papers leave open, `DEVIATES:` a knowing departure; each names the test that pins it.
 """
@@ -79,7 +81,13 @@ class Method:
 
     @property
     def m3(self) -> bool:
+        """Normalised residuals, pushed through the model as one"""
         return self.join in ("select", "soft", "eg")
+
+    @property
+    def annealed(self) -> bool:
+        """The teacher's weight is opd_coef, which falls from step to step."""
+        return self.reward and self.distillation == "pg"
 
 
 METHODS = {
@@ -141,7 +149,8 @@ def users_of(field: dataclasses.Field) -> list[str]:
     both = lambda row: bool(row.reward and row.distillation)
     reads = {"all": lambda row: True, "reward": lambda row: row.reward, "sum": lambda row: not row.m3,
              "ratio": lambda row: (row.reward or row.distillation == "pg") and not row.m3,
-             "kl": lambda row: row.reward and row.join == "sum", "hybrid": lambda row: both(row) and row.distillation == "pg",
+             "kl": lambda row: row.reward and row.join == "sum", "annealed": lambda row: row.annealed,
+             "sampled": lambda row: row.rollouts != "pool",
              "jsd": lambda row: row.distillation == "jsd", "pool": lambda row: row.imitation or row.weighted,
              "rstg": lambda row: row.selected, "both": both, "mix": lambda row: both(row) and row.distillation == "jsd",
              "share": lambda row: both(row) and row.distillation == "jsd" and not row.m3, "m3": lambda row: row.m3,
@@ -158,7 +167,7 @@ _TOY = Path(__file__).resolve().parent / "toy_tasks" / "models"
 class Config:
     """All settings of a run, checked when it is made: what is impossible is refused, nothing is clamped.
 
-    The defaults that carry no mark are those of papers or of common use; those of the toy were tried on it.
+    Unmarked defaults follow the papers or common use; those marked CHOICE, and the toy's lr, steps and sizes, were tried on it.
     """
 
     method: str = knob("rstg", "what to train with", tuple(METHODS))
@@ -171,7 +180,7 @@ class Config:
 
     steps: int = knob(300, "optimizer steps, each on fresh rollouts", ">= 1")
     prompts_per_step: int = knob(32, "prompts of a step (N)", ">= 1")
-    group_size: int = knob(8, "completions sampled for each prompt (G)", ">= 2")
+    group_size: int = knob(8, "completions sampled for each prompt (G)", ">= 2", "sampled")
     updates: int = knob(1, "optimizer updates on each batch of rollouts; the ratio leaves 1 from the second on", ">= 1", "sum")
     lr: float = knob(5e-4, "AdamW learning rate, constant (papers: 1e-6 for 1-8B models)", "> 0")
     max_grad_norm: float = knob(1.0, "gradient norm above which the gradient is scaled down", "> 0")
@@ -192,10 +201,12 @@ class Config:
     advantage_eps: float = knob(1e-4, "added to the std, outside the root", ">= 0", "reward")
     baseline: str = knob("mean", "what a reward is compared with; leave_one_out = RLOO", ("mean", "leave_one_out"), "reward")
     aggregation: str = knob("seq_mean_token_mean", "mean over tokens: GRPO's, DAPO's, Dr. GRPO's",
-                            ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"))
-    aggregation_length: int = knob(0, "constant token divisor of seq_mean_token_sum_norm; 0 = max_new_tokens", ">= 0")
-    empty_rows: str = knob("skip", "does a completion without tokens count in a mean; count = as TRL", ("skip", "count"))
-    skip_truncated: bool = knob(False, "leave completions that never ended out of the loss")
+                            ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"), "sampled")
+    aggregation_length: int = knob(0, "constant token divisor of seq_mean_token_sum_norm; 0 = max_new_tokens", ">= 0",
+                                   "sampled")
+    empty_rows: str = knob("skip", "does a completion without tokens count in a mean; count = as TRL", ("skip", "count"),
+                           "sampled")
+    skip_truncated: bool = knob(False, "leave completions that never ended out of the loss", "", "sampled")
     clip_low: float = knob(0.2, "lower clip of the ratio: 1 - this", "in [0, 1)", "ratio")
     clip_high: float = knob(0.2, "upper clip of the ratio: 1 + this", ">= 0", "ratio")
     dual_clip: float | None = knob(None, "bound on the loss of a negative advantage, in units of it", "> 1", "ratio")
@@ -205,9 +216,9 @@ class Config:
     kl_gradient: str = knob("estimator", "differentiate the estimator itself, or times the ratio", ("estimator", "ratio"), "kl")
 
     # CHOICE: 0.1 to 0.02 on the toy, 20 times the paper's.  test_the_opd_coef_of_the_toy_anneals_in_the_papers_ratio
-    opd_coef: float = knob(0.1, "weight of the teacher in a hybrid at step 0 (RSTG's beta; paper 5e-3)", ">= 0", "hybrid")
-    opd_coef_slope: float = knob(1e-3, "what it loses each step (paper 5e-5)", ">= 0", "hybrid")
-    opd_coef_floor: float = knob(0.02, "where it stops (paper 1e-3)", ">= 0", "hybrid")
+    opd_coef: float = knob(0.1, "weight of the teacher in a hybrid at step 0 (RSTG's beta; paper 5e-3)", ">= 0", "annealed")
+    opd_coef_slope: float = knob(1e-3, "what it loses each step (paper 5e-5)", ">= 0", "annealed")
+    opd_coef_floor: float = knob(0.02, "where it stops (paper 1e-3)", ">= 0", "annealed")
     jsd_share: float = knob(0.5, "the teacher's share l of the JSD mixture", "in (0, 1)", "jsd")
     teacher_samples: int = knob(8, "teacher completions a prompt, for its confidence and its trajectories", ">= 1", "pool")
     teacher_pool: str = knob("", "file to keep those in and to take them from; default: in the run's folder", "", "pool")
@@ -249,7 +260,7 @@ class Config:
             if value != field.default and not set(self.methods) & set(users):
                 who = f"--method {self.method} does" if len(self.methods) == 1 else "the stages do"
                 raise UsageError(f"{flag} {value}: {who} not read it; it belongs to {', '.join(users)}")
-        if self.opd_coef_floor > self.opd_coef and self.method in users_of(type(self).__dataclass_fields__["opd_coef"]):
+        if self.opd_coef_floor > self.opd_coef and METHODS[self.method].annealed:
             raise UsageError(f"--opd-coef-floor {self.opd_coef_floor}: lies above --opd-coef {self.opd_coef}, from where it is "
                              "annealed down; for a constant weight give both the same value")
         for name in ("reward", "system"):
@@ -264,6 +275,7 @@ class Config:
 
     @property
     def methods(self) -> tuple[str, ...]:
+        """All that these settings are for; a workflow has several"""
         return (self.method,)
 
     @property
@@ -291,8 +303,15 @@ def same_shape(**tensors: Tensor) -> None:
         raise ValueError("shapes differ: " + ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items()))
 
 
+def _fraction(name: str, value: float) -> float:
+    """The value, if it is a fraction"""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} {value}: must be in [0, 1], a fraction")
+    return value
+
+
 def _aligned_logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Where logits[b,t] predict ids[b,t]                                              (B, T, V), (B, T) -> (B, T)"""
+    """token_logps without its shift: logits[b,t] predict ids[b,t]                     (B, T, V), (B, T) -> (B, T)"""
     return (upcast(logits) / temperature).log_softmax(dim=-1).gather(-1, ids[..., None]).squeeze(-1)
 
 
@@ -339,11 +358,11 @@ def token_weights(mask: Tensor, how: str, length: float | None = None, empty_row
 
     N_b counts the true entries of row b.  B counts the rows that have any ("skip") or all rows ("count", as TRL).
     Made once for a whole step, before it is split: then every split into micro-batches adds up to the same gradient.
-    Raises ValueError for another word, or where seq_mean_token_sum_norm gets no positive length.
+    Raises ValueError for another how or empty_rows, or where seq_mean_token_sum_norm gets no positive length.
     """
     if empty_rows not in ("skip", "count"):
         raise ValueError(f"empty_rows {empty_rows!r}: must be skip or count")
-    counts = mask.sum(dim=1, keepdim=True).double()                              # (B, 1), double before any length enters
+    counts = mask.sum(dim=1, keepdim=True).double()                              # (B, 1); in float32 w would be rounded
     rows = mask.any(dim=1).sum().double() if empty_rows == "skip" else counts.new_tensor(len(mask))
     if how == "seq_mean_token_mean":
         divisor = rows * counts
@@ -355,7 +374,7 @@ def token_weights(mask: Tensor, how: str, length: float | None = None, empty_row
         divisor = rows * length
     else:
         raise ValueError(f"aggregation {how!r}: must be seq_mean_token_mean, token_mean or seq_mean_token_sum_norm")
-    return torch.where(mask, 1.0 / divisor.clamp(min=1e-300), 0.0)
+    return torch.where(mask, 1.0 / divisor, 0.0)
 
 
 def weighted_sum(terms: Tensor, weights: Tensor) -> Tensor:
@@ -389,7 +408,7 @@ def group_advantages(rewards: Tensor, *, scale: str = "group_std", ddof: int = 0
     the root. scale "batch_std" takes one std over all rewards of the step, "none" divides by nothing (Dr. GRPO,
     arXiv:2503.20783). baseline "leave_one_out" subtracts the mean of the G - 1 others (RLOO, arXiv:2402.14740). A
     group of equal rewards has exactly 0 everywhere, in every convention and precision.  Detached. Raises ValueError
-    for G = 1 (nothing to compare with), for rewards that are not finite, and for other words.
+    for G = 1 (nothing to compare with), for rewards that are not finite, and for another scale, baseline or ddof.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards {tuple(rewards.shape)}: need (N, G) with G 2 or more; one alone has nothing to compare with")
@@ -424,8 +443,8 @@ def policy_terms(logp: Tensor, logp_old: Tensor, advantages: Tensor, *, clip_low
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A),  rho = exp(logp - logp_old)     (B, T) x3 -> (B, T)
 
     PPO, arXiv:1707.06347; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476.  Advantages may be (B, 1).
-    Only logp carries a gradient.  At rho = 1 the value is -A and the gradient -A grad logp: a group's terms sum to
-    0, their gradients do not. dual_clip c bounds the term of a negative advantage by c |A| (arXiv:1912.09729).
+    Only logp carries a gradient.  At rho = 1 the value is -A and the gradient -A grad logp: a group's row means
+    sum to 0, their gradients do not. dual_clip c bounds the term of a negative advantage by c |A| (arXiv:1912.09729).
     ratio_level "sequence" uses one rho a row, the exp of the *mean* log-ratio over mask (GSPO, arXiv:2507.18071).
     Raises ValueError where shapes differ, or where "sequence" comes without a mask.
     """
@@ -451,29 +470,29 @@ def kl_terms(logp: Tensor, logp_ref: Tensor, kind: str = "k3", gradient: str = "
     Each estimates KL(p, ref) in value when y ~ p (Schulman 2020, "Approximating KL divergence").  What an optimizer
     follows is the gradient, and there they differ, in expectation: k1 gives 0 (it teaches nothing), k2 gives grad
     KL(p, ref), k3 gives grad KL(ref, p), the other direction.  gradient "ratio" multiplies by rho = p / detached p,
-    value 1: then k1 and k3 both give grad KL(p, ref). Raises ValueError for other words.
+    value 1: then k1 and k3 both give grad KL(p, ref), and k2 does not.  Raises ValueError for another kind or gradient.
     """
     same_shape(logp=logp, logp_ref=logp_ref)
     d = upcast(logp_ref.detach()) - upcast(logp)
     if kind not in ("k1", "k2", "k3") or gradient not in ("estimator", "ratio"):
         raise ValueError(f"kind {kind!r}, gradient {gradient!r}: must be k1, k2 or k3; estimator or ratio")
     terms = -d if kind == "k1" else d.square() / 2 if kind == "k2" else d.expm1() - d
-    return terms if gradient == "estimator" else terms * (d.detach() - d).exp()
+    return terms if gradient == "estimator" else terms * (d.detach() - d).exp()           # p / detached p: d holds -logp
 
 
 def grpo_loss(logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor, *, how: str = "seq_mean_token_mean",
               length: float | None = None, empty_rows: str = "skip", logp_ref: Tensor | None = None, kl_coef: float = 0.0,
-              kl_kind: str = "k3", kl_gradient: str = "estimator", **clip) -> Tensor:
-    """mean over tokens of policy_terms + kl_coef kl_terms                                    (B, T) x4 -> ()
+              kl_kind: str = "k3", kl_gradient: str = "estimator", **policy) -> Tensor:
+    """mean over tokens of policy_terms + kl_coef kl_terms             (B, T) x2, (B, T) or (B, 1), (B, T) -> ()
 
     L = (1/B) sum_b (1/N_b) sum_t [-min(rho A, clip(rho) A) + kl_coef k(p, p_ref)], DeepSeekMath, arXiv:2402.03300;
-    `how`, `length` and `empty_rows` as in token_weights, `clip` as in policy_terms.  What lies outside the mask is
+    `how`, `length` and `empty_rows` as in token_weights, `policy` as in policy_terms.  What lies outside the mask is
     filled before any arithmetic, so NaN there reaches neither the value nor the gradient.  Raises ValueError where
     kl_coef > 0 comes without logp_ref.
     """
     same_shape(logp=logp, logp_old=logp_old, mask=mask, advantages=_per_token(advantages, logp))
     live = [x.masked_fill(~mask, 0.0) for x in (logp, logp_old, _per_token(advantages, logp))]
-    terms = policy_terms(*live, mask=mask, **clip)
+    terms = policy_terms(*live, mask=mask, **policy)
     if kl_coef:
         if logp_ref is None:
             raise ValueError(f"kl_coef {kl_coef}: needs logp_ref, the log-probs under the reference policy")
@@ -490,9 +509,9 @@ def grpo_loss(logp: Tensor, logp_old: Tensor, advantages: Tensor, mask: Tensor, 
 def opd_advantages(logp: Tensor, logp_teacher: Tensor) -> Tensor:
     """A[b,t] = log p_T(y_t) - log p_S(y_t)                                              (B, T) x2 -> (B, T)
 
-    In nats, detached.  RSTG, arXiv:2608.00782.  With y ~ p_S the mean is -KL(p_S, p_T), so it is negative on
-    average; a token that the teacher likes better than the student does is positive.  logp is that of the policy
-    that sampled.
+    In nats, detached.  RSTG, arXiv:2608.00782.  With y ~ p_S the mean is -KL(p_S, p_T), so it is negative on average; a
+    token that the teacher likes better than the student does is positive.  logp is that of the policy that sampled.  A
+    logp_teacher of exactly 0, a teacher that is certain, is a value: only a mask says what is missing.
     """
     same_shape(logp=logp, logp_teacher=logp_teacher)
     return (upcast(logp_teacher) - upcast(logp)).detach()
@@ -505,7 +524,7 @@ def opd_loss(logp: Tensor, logp_teacher: Tensor, mask: Tensor, how: str = "seq_m
     logp_old defaults to logp detached: on-policy, where the value is -mean A, an estimate of KL(p_S, p_T).  In
     expectation over y ~ p_S, with the prefix fixed and a constant divisor, the gradient is that of reverse_kl.  It
     is not that of the KL between whole sequences (that has future terms), and a divisor that depends on the sampled
-    length breaks it too.
+    length, as the default's does, breaks it too.
     """
     logp_old = logp.detach() if logp_old is None else logp_old
     return grpo_loss(logp, logp_old, opd_advantages(logp_old, logp_teacher), mask, how=how, **options)
@@ -518,6 +537,7 @@ def _kl(logp_a: Tensor, logp_b: Tensor) -> Tensor:
 
 
 def _log_softmaxes(student_logits: Tensor, teacher_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log p_S, and log p_T without a graph                                             (B, T, V) x2 -> (B, T, V) x2"""
     same_shape(student_logits=student_logits, teacher_logits=teacher_logits)
     return tuple((upcast(z) / temperature).log_softmax(dim=-1) for z in (student_logits, teacher_logits.detach()))
 
@@ -639,7 +659,8 @@ def select_tokens(scores: Tensor, mask: Tensor, share: float = 50.0) -> Tensor:
     exact = Fraction(str(share)) / 100
     count = torch.tensor([math.ceil(n * exact) for n in mask.sum(dim=1).tolist()], device=mask.device)[:, None]     # (B, 1)
     order = scores.masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    return (order.argsort(dim=1) < count) & mask
+    rank = order.argsort(dim=1)         # 0 = highest: the argsort of a permutation is its inverse
+    return (rank < count) & mask
 
 
 def rstg_advantages(outcomes: Tensor, advantages: Tensor, advantages_opd: Tensor, entropy: Tensor, mask: Tensor,
@@ -700,15 +721,15 @@ def distillation_residual(student_logits: Tensor, teacher_logits: Tensor, kind: 
 
     With clip (tau, nats) the residual is 0 where generalized_jsd > clip: there min(JSD, tau) is constant.  M3's K_DR
     and normalised residual use forward_kl, whose direction the others share near agreement (JSD_1/2 is 1/4 of it).
-    reverse_kl is NaN, as its value is inf, where the student can say what the teacher cannot.  Raises ValueError for
-    another kind.
+    Where the student can say what the teacher cannot, reverse_kl's value is inf and its residual NaN.  Raises ValueError for
+    another kind, or a teacher_share outside [0, 1].
     """
     logp_s, logp_t = _log_softmaxes(student_logits.detach(), teacher_logits, 1.0)
     p_s, p_t = logp_s.exp(), logp_t.exp()
     if kind == "forward_kl":
         residual = p_s - p_t
     elif kind in ("reverse_kl", "jsd"):
-        share = 1.0 if kind == "reverse_kl" else 1 - _share("teacher_share", teacher_share)
+        share = 1.0 if kind == "reverse_kl" else 1 - _fraction("teacher_share", teacher_share)
         other = logp_t if kind == "reverse_kl" else (teacher_share * p_t + share * p_s).log()
         log_ratio = (logp_s - other).masked_fill(p_s == 0, 0.0)                  # what the student cannot say has no gradient
         residual = share * p_s * (log_ratio - (p_s * log_ratio).sum(dim=-1, keepdim=True))
@@ -760,28 +781,24 @@ def exact_cross_signal_ntk(logits: Tensor, parameters: Sequence[Tensor], residua
     return k_dr, cosine
 
 
-def _share(name: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} {value}: must be in [0, 1], a fraction")
-    return value
-
-
 def select_gate(k_dr: Tensor, max_share: float = 0.5) -> Tensor:
     """alpha[b,t] = alpha_max [K_DR >= 0], the teacher's share at a token                              (B, T) -> (B, T)
 
-    M3-Select.  With the exact K_DR, <h_H, h_R> >= (1 - alpha_max) |h_R|^2 at every position, h_q = J_t unit(delta_q): no token's
-    joint pull works against its own reward pull.  With the residual form it can, and the sum over tokens has cross terms that
-    no gate sees.  A token where the teacher is silent (K_DR = 0) still gives it its share: the reward keeps 1 - alpha_max.
+    M3-Select.  With the exact K_DR, <h_H, h_R> >= (1 - alpha_max) |h_R|^2 at every position, with h_q = J_t unit(delta_q) and
+    h_H = alpha h_D + (1 - alpha) h_R: no token's joint pull works against its own reward pull.  With the residual form it can,
+    and the sum over tokens has cross terms that no gate sees.  Where the teacher is silent K_DR = 0: it gets alpha_max of
+    nothing, and the reward keeps 1 - alpha_max.  Raises ValueError for a max_share outside [0, 1].
     """
-    return _share("max_share", max_share) * (k_dr.detach() >= 0).to(upcast(k_dr).dtype)
+    return _fraction("max_share", max_share) * (k_dr.detach() >= 0).to(upcast(k_dr).dtype)
 
 
 def soft_gate(cosine: Tensor, max_share: float = 0.5, sharpness: float = 1.0) -> Tensor:
-    """alpha[b,t] = alpha_max sigmoid(beta cos phi)                                                    (B, T) -> (B, T)
+    """alpha[b,t] = alpha_max sigmoid(sharpness cos phi)                                               (B, T) -> (B, T)
 
-    M3-Soft, beta = sharpness.  beta to infinity is select_gate but at a cosine of exactly 0, where this is half of it.
+    M3-Soft, whose beta is the sharpness.  Infinitely sharp it is select_gate but at a cosine of exactly 0, where this is half of
+    it.  Raises ValueError for a max_share outside [0, 1].
     """
-    return _share("max_share", max_share) * (sharpness * upcast(cosine.detach())).sigmoid()
+    return _fraction("max_share", max_share) * (sharpness * upcast(cosine.detach())).sigmoid()
 
 
 def m3_residual(residual_d: Tensor, residual_r: Tensor, gate: Tensor, eps: float = 1e-6) -> Tensor:
@@ -821,7 +838,7 @@ def drowning_threshold(kappa: float | Tensor, share: float) -> Tensor:
     Below this cos phi a small gradient step on (1-alpha) L_R + alpha L_D raises L_D: magnitude drowning.  dL_D is
     proportional to -[alpha + (1-alpha) kappa cos phi]: the louder the reward, the milder a conflict suffices.
     """
-    return -_share("share", share) / ((1 - share) * torch.as_tensor(kappa))
+    return -_fraction("share", share) / ((1 - share) * torch.as_tensor(kappa))
 
 
 def conflict_rate(k_dr: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -841,7 +858,7 @@ def ema(average: float | None, value: float, decay: float = 0.99) -> float | Non
     M3's scale s, with value = |g_R| before normalisation.  Raises ValueError for a decay outside [0, 1].
     """
     # CHOICE: decay 0.99, a step without reward gradient is none.  test_the_scale_starts_at_the_first_step_with_a_reward_gradient
-    kept = _share("decay", decay)
+    kept = _fraction("decay", decay)
     if not value:
         return average
     return value if average is None else kept * average + (1 - kept) * value
@@ -851,13 +868,14 @@ def gradnorm_step(share: float, norm_r: float, norm_d: float, rate: float = 0.02
     """One step of alpha towards alpha |g_D| = (1 - alpha) |g_R|, that is towards alpha = kappa / (1 + kappa)
 
     After GradNorm, arXiv:1711.02257: descent on sum_i |w_i |g_i| - mean|, the weights rescaled to sum 1.  Unchanged where a norm
-    is 0 or both are equally loud; else the odds of the share move by the factor exp(2 rate).
+    is 0 or both are equally loud; else the odds of the share move by the factor exp(2 rate) or its inverse.
     """
     # DEVIATES: no loss ratios (GRPO's loss is 0); log weights need no clamp.  test_gradnorm_settles_where_the_two_norms_are_equal
     if not norm_r or not norm_d:
         return share
     difference = share * norm_d - (1 - share) * norm_r
-    odds = share / (1 - share) * math.exp(-2 * rate * math.copysign(bool(difference), difference))
+    sign = (difference > 0) - (difference < 0)
+    odds = share / (1 - share) * math.exp(-2 * rate * sign)
     return odds / (1 + odds)
 
 
@@ -869,7 +887,7 @@ def pcgrad(grad_r: Tensor, grad_d: Tensor) -> tuple[Tensor, Tensor]:
     """
     same_shape(grad_r=grad_r, grad_d=grad_d)
     r, d = upcast(grad_r.detach()), upcast(grad_d.detach())
-    dot = (r @ d).clamp(max=0.0)
+    dot = r @ d
     part = lambda of: torch.where(dot < 0, dot / of.square().sum(), 0.0) * of
     return r - part(d), d - part(r)
 
@@ -895,7 +913,10 @@ def strategy_for(kappa: float) -> str:
 
 
 def listening(outcomes: Tensor, where: str) -> Tensor:
-    """Completions that hear the teacher: "all", the "failed" ones, or those of "negative" groups  (N, G) -> (N, G) bool"""
+    """Completions that hear the teacher: "all", the "failed" ones, or those of "negative" groups  (N, G) -> (N, G) bool
+
+    Raises ValueError for another word.
+    """
     if where not in ("all", "failed", "negative"):
         raise ValueError(f"where {where!r}: must be all, failed or negative")
     negative = (route_groups(outcomes) == NEGATIVE)[:, None].expand_as(outcomes)
@@ -913,7 +934,7 @@ def advantage_streams(row: Method, outcomes: Tensor, advantages: Tensor, mask: T
     """
     reward = advantages.reshape(-1, 1).expand(mask.shape).masked_fill(~mask, 0.0) * row.reward
     if row.distillation != "pg":
-        if row.where == "negative" and row.reward:      # the gate stays where RSTG runs without its distillation
+        if row.where == "negative" and row.reward:      # a shaped reward may differ within an all-wrong group: RSTG ignores it
             reward = reward.masked_fill(listening(outcomes, "negative").reshape(-1, 1), 0.0)
         return reward, torch.zeros_like(reward)
     hears = listening(outcomes, row.where).reshape(-1, 1)                        # (B, 1)
@@ -928,15 +949,15 @@ def advantage_streams(row: Method, outcomes: Tensor, advantages: Tensor, mask: T
 def hybrid_loss(streams: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     """L = sum over streams of sum_bt weights terms                                         {name: (terms, weights)} -> ()
 
-    reward and distillation: policy_terms or divergences, one a completion token; imitation: -logp of a trajectory's
-    tokens.  The weights carry divisor and coefficient, so a row, a token or a stream that has none adds exactly
+    reward and distillation: policy_terms or divergences, one a completion token; kl: kl_terms; m3: residual_terms; imitation:
+    -logp of a trajectory's tokens.  The weights carry divisor and coefficient, so a row, a token or a stream that has none adds exactly
     nothing, and any split of the rows adds up to the same gradient.
     """
     return sum(weighted_sum(terms, weights) for terms, weights in streams.values())
 
 
 # =====================================================================================================================
-# THE LINE.  Above: tensors in, tensors out.  Below: models, sampling, files.  transformers is imported where it is used.
+# THE LINE.  Above: settings and pure functions.  Below: models, sampling, files.  transformers is imported where it is used.
 # =====================================================================================================================
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1573,8 +1594,8 @@ def train_step(run: Run, step: int) -> dict:
     problems = step_problems(run.problems, step, config.prompts_per_step, config.seed)
     prompts = [run.task.prompt(p) for p in problems]
     batch, rewards = collect(run, problems)
-    hybrid = config.method in users_of(Config.__dataclass_fields__["opd_coef"])
-    opd_coef = anneal(step, config.opd_coef, config.opd_coef_slope, config.opd_coef_floor) if hybrid else 1.0
+    annealed = METHODS[config.method].annealed
+    opd_coef = anneal(step, config.opd_coef, config.opd_coef_slope, config.opd_coef_floor) if annealed else 1.0
     logs = {"step": step} | dict.fromkeys(("reward_mean", "negative_share", "mixed_share", "positive_share",
                                            "completion_length", "truncated_share"))
     imitated, signals = prompts if row.imitation == "all" else [], None
@@ -1584,7 +1605,7 @@ def train_step(run: Run, step: int) -> dict:
             imitated = [p for p, route in zip(prompts, route_groups((rewards == 1).int()).tolist()) if route == NEGATIVE]
         confidence = torch.tensor([run.pool[p]["confidence"] if run.pool else 1.0 for p in prompts], device=rewards.device)
         signals, heard = listen(run, batch, rewards, confidence, opd_coef)
-        logs |= (heard if row.distillation else {}) | ({"opd_coef": opd_coef} if hybrid else {})
+        logs |= (heard if row.distillation else {}) | ({"opd_coef": opd_coef} if annealed else {})
         if config.exact_gate:
             signals.kernel = exact_kernel(run, batch, signals)
     try:
@@ -1958,7 +1979,7 @@ class Stage:
 
 
 # The bridge is a warm-up on the teacher's own completions, where the student's would say nothing yet, and then distillation
-# on the student's, which corrects the mistakes that it makes itself.  An arm goes on from what an earlier one ended with.
+# on the student's, which corrects the mistakes that it makes itself.  A stage starts from the final model of the one it names.
 STAGES = {
     "teacher-rl": Stage("sparse to dense", "grpo", "teacher", steps=("teacher_steps",)),
     "warm-up": Stage("sparse to dense", "forward-kl", "student", "teacher-rl", steps=("warmup_steps",)),
@@ -1994,10 +2015,12 @@ class WorkflowConfig(Config):
 
     @property
     def methods(self) -> tuple[str, ...]:
+        """Those of its stages"""
         return tuple({stage.method: None for stage in STAGES.values()})
 
     @property
     def stages(self) -> dict[str, Stage]:
+        """Those that --controls asks for"""
         return {name: stage for name, stage in STAGES.items()
                 if self.controls == "all" or stage.arm in ("sparse to dense", "raw teacher", "direct GRPO")}
 
@@ -2041,6 +2064,9 @@ def workflow(config: WorkflowConfig) -> list[dict]:
     rows, seen = [], {"student": set(), "teacher": set(), "": set()}
     for number, (name, stage) in enumerate(config.stages.items(), 1):
         own = stage_config(config, name, folder)
+        labels = labels_spent(own, task)
+        if stage.part == "second" and labels & seen[stage.start]:
+            raise UsageError(f"{name}: its labels are to be held out, but a stage before it has used some of them")
         answers = folder / name / "evaluation.json"
         if not (answers.exists() and "after" in json.loads(answers.read_text())):
             try:
@@ -2049,7 +2075,6 @@ def workflow(config: WorkflowConfig) -> list[dict]:
                 print(f"the whole workflow goes on with: workflow --resume --out {folder}", file=sys.stderr)
                 raise
         result = json.loads(answers.read_text())
-        labels = labels_spent(own, task)
         seen[name] = labels | seen[stage.start] | seen[stage.teacher]
         rows.append({"stage": name, "arm": stage.arm, "method": stage.method, "start": stage.start, "teacher": stage.teacher,
                      "labels": len(labels), "labels_so_far": len(seen[name]), "steps": own.steps,
@@ -2063,14 +2088,14 @@ def workflow_table(rows: list[dict], task: str) -> str:
     """What each stage spent and what came of it, arm by arm"""
     whole = lambda answers: [sum(pair[i] for pair in answers.values()) for i in (0, 1)]
     line = "{:18}{:13}{:16}{:>6}{:>8}{:>8}  {:>8}  {:>22}".format
-    text, arm = [f"sparse to dense on {task}: held-out problems of all difficulties, 95 % intervals", "labels: prompts whose answer was "
-                 "used, by the stage and by all before it\n", line("stage", "method", "learns from", "steps", "labels", "so far",
-                                                                   "before", "after" + " " * 9)], None
+    text, arm = [f"sparse to dense on {task}: held-out problems of all difficulties, 95 % intervals",
+                 "labels: prompts whose answer was used, by the stage and by all before it\n",
+                 line("stage", "method", "learns from", "steps", "labels", "so far", "before", "after" + " " * 9)], None
     for row in rows:
         text += [row["arm"]] if row["arm"] != arm else []
-        arm = row["arm"]
+        arm, before, after = row["arm"], share_cell(*whole(row["before"])).split(" [")[0], share_cell(*whole(row["after"]))
         text.append(line("  " + row["stage"], row["method"], row["teacher"] or "reward", row["steps"], row["labels"],
-                         row["labels_so_far"], share_cell(*whole(row["before"])).split(" [")[0], share_cell(*whole(row["after"]))))
+                         row["labels_so_far"], before, after))
     return "\n".join(text)
 
 
@@ -2872,8 +2897,8 @@ class OneLineParser(argparse.ArgumentParser):
         word = message.removeprefix("unrecognized arguments: ").split()[0]
         if message.startswith("unrecognized arguments: "):
             near = did_you_mean(word, self._option_string_actions)
-            message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else f"unexpected {word!r}: a flag that is "
-                       f"on or off takes no value, and the command is {self.prog.split()[-1]}")
+            message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else
+                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is {self.prog.split()[-1]}")
         print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -2927,7 +2952,8 @@ def settings_of(words: list[str]) -> Config:
     given = vars(build_parser(kind).parse_args(words[kind is WorkflowConfig:]))
     if given.get("probe"):
         if "steps" in given:
-            raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one out")
+            raise UsageError(f"--steps {given['steps']}: --probe {given['probe']} says already how many steps to take; leave one "
+                             "out")
         given = {"method": "hybrid", "eval_problems": 0, "save_every": 0} | given | {"steps": given["probe"], "diagnose": True}
     if given.get("resume") and given.get("out"):        # what is not given is as it was
         given = saved_settings(Path(given["out"]), kind) | given
