@@ -1056,10 +1056,28 @@ def eos_ids_of(model, tokenizer) -> list[int]:
     return sorted(set(found))
 
 
-def encode(tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt with one BOS: a chat template writes its own, and the tokenizer may put a second one before it."""
-    ids, bos = tokenizer(prompt).input_ids, getattr(tokenizer, "bos_token_id", None)
-    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+def encode(tokenizer, prompts: list[str]) -> list[list[int]]:
+    """Ids of prompts with one BOS each: a chat template writes its own, and the tokenizer may put a second one before it."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in tokenizer(prompts).input_ids]
+
+
+def read_once(model, ids: Tensor, mask: Tensor, copies: int) -> dict:
+    """For generate, the cache of all prompt tokens but the last, each prompt read once and copied for its group
+
+    {} where that cache is more than keys and values (mamba), so that generate reads every copy itself.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if ids.shape[1] == 1:
+        return {}
+    told = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
+                 use_cache=True, logits_to_keep=1)
+    for name, cache in told.items():    # "cache" since transformers 5.24, "past_key_values" before
+        if type(cache) is DynamicCache and {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
+            cache.batch_repeat_interleave(copies)
+            return {name: cache}
+    return {}
 
 
 def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperature: float, max_new_tokens: int,
@@ -1067,17 +1085,18 @@ def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperatur
     """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), by torch's global generator."""
     eos = eos_ids_of(model, tokenizer)
     pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    encoded = [encode(tokenizer, prompt) for prompt in prompts]
+    encoded = encode(tokenizer, prompts)
     width = max(map(len, encoded))
     prompt_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device)
     prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device)
     parts = []
     with sampling_from(model):
         for some in torch.arange(len(prompts)).split(max(1, micro_batch // group_size)):
+            cache, copied = read_once(model, prompt_ids[some], prompt_mask[some], group_size), some.repeat_interleave(group_size)
             ids = model.generate(
-                input_ids=prompt_ids[some], attention_mask=prompt_mask[some], num_return_sequences=group_size, do_sample=True,
-                temperature=temperature, top_k=0, top_p=1.0, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens,
-                use_cache=True, eos_token_id=eos, pad_token_id=pad)[:, width:]
+                input_ids=prompt_ids[copied], attention_mask=prompt_mask[copied], do_sample=True, temperature=temperature, top_k=0,
+                top_p=1.0, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=eos,
+                pad_token_id=pad, **cache)[:, width:]
             parts.append(torch.nn.functional.pad(ids, (0, max_new_tokens - ids.shape[1]), value=pad))
     ids = torch.cat(parts)
     cut = truncated(ids, eos)
@@ -1128,9 +1147,10 @@ def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
 
 def trajectories_of(pool: dict, tokenizer, prompts: list[str], pad: int, device) -> Rollouts | None:
     """The pool's trajectories of these prompts, one row each; prompts without one are left out; None if no row is left."""
-    found = [(encode(tokenizer, prompt), pool[prompt]["trajectory"]) for prompt in prompts if pool[prompt]["trajectory"]]
-    if not found:
+    known = [prompt for prompt in prompts if pool[prompt]["trajectory"]]
+    if not known:
         return None
+    found = list(zip(encode(tokenizer, known), (pool[prompt]["trajectory"] for prompt in known)))
     p, t = (max(len(pair[i]) for pair in found) for i in (0, 1))
     make = lambda rows: torch.tensor(rows, device=device)
     return Rollouts(make([[pad] * (p - len(a)) + a for a, _ in found]),
@@ -1745,7 +1765,7 @@ def check_prompts(config: Config, task, tokenizer, problems: list, *models) -> N
     """Every prompt has a token, and with --max-new-tokens it fits the windows of the models."""
     window = min(getattr(model.config, "max_position_embeddings", None) or math.inf for model in models)
     for problem in problems:
-        length = len(encode(tokenizer, task.prompt(problem)))
+        length = len(encode(tokenizer, [task.prompt(problem)])[0])
         if not length:
             raise UsageError(f"{task.where(problem)}: the tokenizer of --student {config.student} makes no token of the prompt")
         if length + config.max_new_tokens > window:
