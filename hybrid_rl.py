@@ -1056,10 +1056,10 @@ def eos_ids_of(model, tokenizer) -> list[int]:
     return sorted(set(found))
 
 
-def encode(tokenizer, prompts: list[str]) -> list[list[int]]:
-    """Ids of prompts with one BOS each: a chat template writes its own, and the tokenizer may put a second one before it."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in tokenizer(prompts).input_ids]
+def encode(tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt with one BOS: a chat template writes its own, and the tokenizer may put a second one before it."""
+    ids, bos = tokenizer(prompt).input_ids, getattr(tokenizer, "bos_token_id", None)
+    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
 def read_once(model, ids: Tensor, mask: Tensor, copies: int) -> dict:
@@ -1085,7 +1085,7 @@ def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperatur
     """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), by torch's global generator."""
     eos = eos_ids_of(model, tokenizer)
     pad = eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    encoded = encode(tokenizer, prompts)
+    encoded = [encode(tokenizer, prompt) for prompt in prompts]
     width = max(map(len, encoded))
     prompt_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device)
     prompt_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device)
@@ -1147,10 +1147,9 @@ def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
 
 def trajectories_of(pool: dict, tokenizer, prompts: list[str], pad: int, device) -> Rollouts | None:
     """The pool's trajectories of these prompts, one row each; prompts without one are left out; None if no row is left."""
-    known = [prompt for prompt in prompts if pool[prompt]["trajectory"]]
-    if not known:
+    found = [(encode(tokenizer, prompt), pool[prompt]["trajectory"]) for prompt in prompts if pool[prompt]["trajectory"]]
+    if not found:
         return None
-    found = list(zip(encode(tokenizer, known), (pool[prompt]["trajectory"] for prompt in known)))
     p, t = (max(len(pair[i]) for pair in found) for i in (0, 1))
     make = lambda rows: torch.tensor(rows, device=device)
     return Rollouts(make([[pad] * (p - len(a)) + a for a, _ in found]),
@@ -1765,7 +1764,7 @@ def check_prompts(config: Config, task, tokenizer, problems: list, *models) -> N
     """Every prompt has a token, and with --max-new-tokens it fits the windows of the models."""
     window = min(getattr(model.config, "max_position_embeddings", None) or math.inf for model in models)
     for problem in problems:
-        length = len(encode(tokenizer, [task.prompt(problem)])[0])
+        length = len(encode(tokenizer, task.prompt(problem)))
         if not length:
             raise UsageError(f"{task.where(problem)}: the tokenizer of --student {config.student} makes no token of the prompt")
         if length + config.max_new_tokens > window:

@@ -2909,8 +2909,8 @@ class Numbers:
     """The least tokenizer that rollouts need: a text is its ids, written as numbers."""
     eos_token_id, pad_token_id = 2, 2
 
-    def __call__(self, texts):
-        return type("Encoded", (), {"input_ids": [[int(word) for word in text.split()] for text in texts]})
+    def __call__(self, text):
+        return type("Encoded", (), {"input_ids": [int(word) for word in text.split()]})
 
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(str(int(i)) for i in ids if int(i) != 2)
@@ -3074,7 +3074,7 @@ def test_a_prompt_opens_with_one_bos_never_two(template, adds_bos, tmp_path):
     tokenizer, task = tokenizer_with(template, adds_bos), questions(tmp_path)
     task.render(tokenizer)
     prompt, bos = task.prompt(task.rows[0]), tokenizer.bos_token_id
-    ids, = H.encode(tokenizer, [prompt])
+    ids = H.encode(tokenizer, prompt)
     assert ids[0] == bos and ids.count(bos) == 1 and len(ids) > 5
     if adds_bos and prompt.startswith("<bos>"):
         assert tokenizer(prompt).input_ids[:2] == [bos, bos], "near miss: a template's BOS and the tokenizer's"
