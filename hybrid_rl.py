@@ -1069,7 +1069,7 @@ def read_once(model, ids: Tensor, mask: Tensor, copies: int) -> dict:
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-    if ids.shape[1] == 1:
+    if ids.shape[1] == 1 or copies == 1:
         return {}
     told = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
                  use_cache=True, logits_to_keep=1)
