@@ -1,10 +1,10 @@
 """Seconds of a training step, beside its floor and beside TRL's: `python -m toy_tasks.bench [--parts methods growth trl]`
 
-The floor is the bare model calls of the same step: generate, forward and backward of the completions that matter, the teacher on
-those that hear it, forward and backward of the imitated trajectories.  A step may lie below it, since generate reads a prompt once
-a completion and a step once a group; "x calls" is the ratio to the calls that a step makes.  The learning rate is next to nothing,
-so all methods keep the same student and sample the same completions.  Everything is interleaved, so that whatever else the machine
-does falls on all alike; quoted are medians, quartiles in brackets, and ratios taken step by step.
+The floor is the bare model calls of the same step: generate, forward and backward of the completions that matter, the teacher
+on those that hear it, forward and backward of the imitated trajectories.  A step may lie below it, since generate reads a prompt
+once a completion and a step once a group; "x calls" is the ratio to the calls that a step makes.  The learning rate is next to
+nothing, so all methods keep the same student and sample the same completions.  Everything is interleaved, so that whatever else
+the machine does falls on all alike; quoted are medians, quartiles in brackets, and ratios taken step by step.
 """
 
 import argparse
@@ -69,14 +69,14 @@ def measure(runs: dict[str, H.Run], repeats: int) -> dict[str, tuple]:
     found = {name: [] for name in runs}
     for step in range(repeats + 1):
         for name, run in runs.items():
-            bottoms = [floor(run, step, shared) if run.config.row.rollouts == "student" else float("nan") for shared in (False, True)]
+            bottoms = [floor(run, step, s) if run.config.row.rollouts == "student" else float("nan") for s in (False, True)]
             seconds = H.train_step(run, step)["seconds"]
             found[name].append((seconds, *(seconds / bottom for bottom in bottoms)))
     return {name: tuple(zip(*values[1:])) for name, values in found.items()}
 
 
 def spread(values: tuple[float, ...], digits: int = 2) -> str:
-    low, middle, high = (f"{q:.{digits}f}" for q in statistics.quantiles(values, n=4))
+    low, middle, high = (f"{q:.{digits}f}" for q in statistics.quantiles(values, n=4, method="inclusive"))
     return f"{middle} ({low} to {high})"
 
 
@@ -95,14 +95,14 @@ def methods(names: list[str], repeats: int) -> Iterator[str]:
 def growth(names: list[str], repeats: int) -> Iterator[str]:
     """The first method on two random models, as one size grows; the peak is what a step needs above weights and moments"""
     sizes = [(8, 16, 1000), (32, 16, 1000), (8, 64, 1000), (8, 16, 16_000), (8, 16, 64_000)]
-    yield f"{names[0]:8} {'group':>6} {'tokens':>7} {'vocabulary':>11} {'s/step':>22} {'us/token':>9} {'x floor':>8} {'peak MB':>8}"
+    yield f"{names[0]:9} group  tokens  vocabulary {'s/step':>22}  us/token  x floor  peak MB"
     for group, tokens, vocabulary in sizes:
         run = memory.build(names[0], micro_batch=256, vocabulary=vocabulary, tokens=tokens, group=group)
         ctypes.CDLL(None).malloc_trim(0)        # what earlier rows left in the heap would hide the peak
         peak = memory.peak(run) / 1e6
         seconds, floors, _ = measure({"": run}, min(repeats, 5))[""]
         each = 1e6 * statistics.median(seconds) / (8 * group * tokens)
-        yield (f"{'':8} {group:6} {tokens:7} {vocabulary:11,} {spread(seconds, 3):>22} {each:9.1f} {statistics.median(floors):8.2f} "
+        yield (f"{group:15} {tokens:7} {vocabulary:11,} {spread(seconds, 3):>22} {each:9.1f} {statistics.median(floors):8.2f} "
                f"{peak:8.0f}")
 
 
@@ -141,7 +141,7 @@ def in_turns(run: H.Run, steps: int) -> list[tuple[float, float, float, float]]:
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         settings = GRPOConfig(
-            output_dir=folder, per_device_train_batch_size=config.prompts_per_step * G, num_generations=G, max_steps=steps, beta=0.0,
+            output_dir=folder, per_device_train_batch_size=len(asked) // steps * G, num_generations=G, max_steps=steps, beta=0.0,
             max_completion_length=config.max_new_tokens, learning_rate=1e-12, loss_type="grpo", use_cpu=True, bf16=False,
             gradient_checkpointing=False, shuffle_dataset=False, report_to="none", logging_steps=10**9, save_strategy="no",
             disable_tqdm=True)
@@ -159,10 +159,11 @@ def beside_trl(_names: list[str], repeats: int) -> Iterator[str]:
     except ImportError:
         yield "TRL's GRPOTrainer is left out, since trl is not installed: pip install trl==1.16.0, in an environment of its own"
         return
-    yield f"{'student, groups':26} {'ours, s/step':>22} {f'TRL {trl.__version__}, s/step':>22} {'TRL / ours':>20} {'mixed groups':>13}"
+    theirs = f"TRL {trl.__version__}, s/step"
+    yield f"{'student, groups':26} {'ours, s/step':>22} {theirs:>22} {'TRL / ours':>20} {'mixed groups':>13}"
     with tempfile.TemporaryDirectory() as folder:
         run = H.prepare(H.Config(method="grpo", out=folder))[0]
-        stages = [("as shipped", 0, run.task), ("after 100 steps", 100, run.task), ("that, all groups mixed", 0, HalfRight(run.task))]
+        stages = [("as shipped", 0, run.task), ("after 100 steps", 100, run.task), ("that, all mixed", 0, HalfRight(run.task))]
         for name, steps, run.task in stages:
             run.optimizer.param_groups[0]["lr"] = run.config.lr
             for step in range(steps):
