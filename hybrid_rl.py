@@ -1092,6 +1092,24 @@ def encode(tokenizer, prompt: str) -> list[int]:
     return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
+def read_once(model, ids: Tensor, mask: Tensor, copies: int) -> dict:
+    """For generate, the cache of all prompt tokens but the last, each prompt read once and copied for its group
+
+    {} where that cache is more than keys and values (mamba), so that generate reads every copy itself.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if ids.shape[1] == 1 or copies == 1:
+        return {}
+    told = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
+                 use_cache=True, logits_to_keep=1)
+    for name, cache in told.items():    # "cache" since transformers 5.24, "past_key_values" before
+        if type(cache) is DynamicCache and {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
+            cache.batch_repeat_interleave(copies)
+            return {name: cache}
+    return {}
+
+
 def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperature: float, max_new_tokens: int,
             micro_batch: int) -> Rollouts:
     """Sample `group_size` completions of each prompt from exactly softmax(logits / temperature), by torch's global generator."""
@@ -1104,10 +1122,11 @@ def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperatur
     parts = []
     with sampling_from(model):
         for some in torch.arange(len(prompts)).split(max(1, micro_batch // group_size)):
+            cache, copied = read_once(model, prompt_ids[some], prompt_mask[some], group_size), some.repeat_interleave(group_size)
             ids = model.generate(
-                input_ids=prompt_ids[some], attention_mask=prompt_mask[some], num_return_sequences=group_size, do_sample=True,
-                temperature=temperature, top_k=0, top_p=1.0, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens,
-                use_cache=True, eos_token_id=eos, pad_token_id=pad)[:, width:]
+                input_ids=prompt_ids[copied], attention_mask=prompt_mask[copied], do_sample=True, temperature=temperature, top_k=0,
+                top_p=1.0, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=eos,
+                pad_token_id=pad, **cache)[:, width:]
             parts.append(torch.nn.functional.pad(ids, (0, max_new_tokens - ids.shape[1]), value=pad))
     ids = torch.cat(parts)
     cut = truncated(ids, eos)

@@ -2984,6 +2984,9 @@ def tiny(family: str, vocab: int = 40, **extra):
     elif family == "gemma":     # layers that see 4 tokens back and layers that see all
         model = t.Gemma3ForCausalLM(t.Gemma3TextConfig(**size, head_dim=8, initializer_range=0.5, sliding_window=4,
                                                        layer_types=["sliding_attention", "full_attention"]))
+    elif family == "falcon_mamba":
+        model = t.FalconMambaForCausalLM(t.FalconMambaConfig(vocab_size=vocab, hidden_size=16, state_size=4, num_hidden_layers=2, bos_token_id=None,
+                                                             eos_token_id=2, pad_token_id=2, initializer_range=0.5))
     else:
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**size, head_dim=8, initializer_range=0.5))
     return model.eval()
@@ -3072,6 +3075,33 @@ def test_rollouts_are_drawn_with_the_probabilities_that_score_reports():
     logits = H.completion_logits(model, made.prompt_ids[:1], made.prompt_mask[:1], made.completion_ids[:1])[0, 0]
     counted = torch.bincount(made.completion_ids[:, 0], minlength=5) / 4000
     assert torch.allclose(counted, logits.softmax(-1).detach(), atol=0.035), "0.035 is over 4 standard errors of a share at 4,000"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma", "falcon_mamba"])
+def test_a_prompt_is_read_once_for_its_group_and_the_same_is_sampled(family, monkeypatch):
+    """Left padding, absolute positions, prompts longer than a sliding window; a mamba's state is no keys and values"""
+    model, prompts, read = tiny(family), ["5 6 7 8 9 10 11", "8", "9 3 4 4"], []
+    model.register_forward_pre_hook(lambda _module, _given, named: read.append(named["input_ids"].shape), with_kwargs=True)
+    once, forwards = sample(model, prompts, 4), list(read)
+    with monkeypatch.context() as patch:
+        patch.setattr(H, "read_once", lambda *_: {})
+        read.clear()
+        every = sample(model, prompts, 4)
+    assert torch.equal(once.completion_ids, every.completion_ids) and torch.equal(once.mask, every.mask)
+    assert read[0] == (12, 7) and forwards[0] == (3, 6)
+    assert forwards[1] == ((12, 7) if family == "falcon_mamba" else (12, 1)), "only the last prompt token is read by every copy"
+    if family != "falcon_mamba":    # and what the first token is drawn from is what score reports, to rounding
+        mask = once.prompt_mask[::4]
+        with torch.no_grad(), H.sampling_from(model):
+            cache = H.read_once(model, once.prompt_ids[::4], mask, 4)
+            drawn = model(input_ids=once.prompt_ids[:, -1:], attention_mask=once.prompt_mask, **cache,
+                          position_ids=once.prompt_mask.sum(dim=1, keepdim=True) - 1).logits[:, -1]
+            scored = H.completion_logits(model, once.prompt_ids, once.prompt_mask, once.completion_ids)[:, 0]
+            assert torch.allclose(drawn, scored, atol=1e-5)
+            wrong = H.read_once(model, once.prompt_ids[::4].flip(0), mask.flip(0), 4)       # near miss: the cache of other prompts
+            drawn = model(input_ids=once.prompt_ids[:, -1:], attention_mask=once.prompt_mask, **wrong,
+                          position_ids=once.prompt_mask.sum(dim=1, keepdim=True) - 1).logits[:, -1]
+            assert not torch.allclose(drawn, scored, atol=1e-2)
 
 
 def test_dropout_is_off_and_the_mode_is_restored():

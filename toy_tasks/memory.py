@@ -29,12 +29,12 @@ class Any:
         return float(problem % 4 > 0 and len(completion) % 2)
 
 
-def build(method: str, micro_batch: int, vocabulary: int, tokens: int) -> H.Run:
+def build(method: str, micro_batch: int, vocabulary: int, tokens: int, group: int = 8) -> H.Run:
     from transformers import LlamaConfig, LlamaForCausalLM
     make = lambda: LlamaForCausalLM(LlamaConfig(
         vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         tie_word_embeddings=True, max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0))
-    config = H.Config(method=method, prompts_per_step=8, group_size=8, max_new_tokens=tokens, micro_batch=micro_batch)
+    config = H.Config(method=method, prompts_per_step=8, group_size=group, max_new_tokens=tokens, micro_batch=micro_batch)
     student, task, tokenizer = make(), Any(), build_tokenizer()
     pool = {task.prompt(n): {"confidence": 1.0, "trajectory": [3 + i % 100 for i in range(tokens - 1)] + [1]} for n in range(8)}
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.lr, weight_decay=0.0)
@@ -45,6 +45,14 @@ def build(method: str, micro_batch: int, vocabulary: int, tokens: int) -> H.Run:
     return run
 
 
+def peak(run: H.Run) -> int:
+    """Bytes by which a step rises above what the process holds before it"""
+    own = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    H.train_step(run, 0)
+    return resident("VmHWM") - own
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m toy_tasks.memory", description=__doc__.split("\n")[0])
     parser.add_argument("--method", choices=list(H.METHODS), default="rstg")
@@ -53,8 +61,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     run = build(**vars(given))
     own, unit = resident("VmRSS"), given.micro_batch * (given.tokens + 1) * given.vocabulary * 4
-    Path("/proc/self/clear_refs").write_text("5")
-    H.train_step(run, 0)
-    above = resident("VmHWM") - own
+    above = peak(run)
     print(f"{given.method}: {above / 1e6:.0f} MB above the models' own {own / 1e6:.0f} MB, {above / unit:.2f} x the "
           f"{unit / 1e6:.0f} MB of one micro-batch's logits")
