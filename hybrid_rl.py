@@ -950,8 +950,8 @@ def hybrid_loss(streams: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
     """L = sum over streams of sum_bt weights terms                                         {name: (terms, weights)} -> ()
 
     reward and distillation: policy_terms or divergences, one a completion token; kl: kl_terms; m3: residual_terms; imitation:
-    -logp of a trajectory's tokens.  The weights carry divisor and coefficient, so a row, a token or a stream that has none adds exactly
-    nothing, and any split of the rows adds up to the same gradient.
+    -logp of a trajectory's tokens.  The weights carry divisor and coefficient, so a row, a token or a stream that has none
+    adds exactly nothing, and any split of the rows adds up to the same gradient.
     """
     return sum(weighted_sum(terms, weights) for terms, weights in streams.values())
 
@@ -1019,7 +1019,7 @@ class InSlices(torch.autograd.Function):
         for some in InSlices.cut(logits, *more):
             values = torch.stack(what(*some))                                    # (number of tensors, B, positions of the slice)
             whole = values.new_empty(len(values), *logits.shape[:2]) if whole is None else whole
-            whole[..., done:done + values.shape[-1]] = values                    # in place: pieces that stay leave holes in the heap
+            whole[..., done:done + values.shape[-1]] = values                    # in place: pieces would leave holes in the heap
             done += values.shape[-1]
         return tuple(x.clone() for x in whole)
 
@@ -1124,9 +1124,9 @@ def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperatur
         for some in torch.arange(len(prompts)).split(max(1, micro_batch // group_size)):
             cache, copied = read_once(model, prompt_ids[some], prompt_mask[some], group_size), some.repeat_interleave(group_size)
             ids = model.generate(
-                input_ids=prompt_ids[copied], attention_mask=prompt_mask[copied], do_sample=True, temperature=temperature, top_k=0,
-                top_p=1.0, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=eos,
-                pad_token_id=pad, **cache)[:, width:]
+                input_ids=prompt_ids[copied], attention_mask=prompt_mask[copied], do_sample=True, temperature=temperature,
+                top_k=0, top_p=1.0, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens, use_cache=True,
+                eos_token_id=eos, pad_token_id=pad, **cache)[:, width:]
             parts.append(torch.nn.functional.pad(ids, (0, max_new_tokens - ids.shape[1]), value=pad))
     ids = torch.cat(parts)
     cut = truncated(ids, eos)
@@ -1165,7 +1165,7 @@ def make_pool(teacher, tokenizer, task, problems: list, config: Config) -> dict:
         made = rollout(teacher, tokenizer, [task.prompt(p) for p in some], config.teacher_samples, temperature=config.temperature,
                        max_new_tokens=config.max_new_tokens, micro_batch=config.micro_batch)
         outcomes = (rewards_of(task, some, texts_of(tokenizer, made)) == 1).to(made.mask.device)
-        # Finished, since a cut one would teach not to stop.
+        # a cut one would teach not to stop:
         # CHOICE: test_the_pool_keeps_the_shortest_finished_correct_trajectory_as_it_was_sampled
         lengths = made.mask.sum(dim=1).masked_fill(made.truncated | ~outcomes.flatten(), 10**9).view_as(outcomes)
         for n, problem in enumerate(some):
@@ -1242,11 +1242,12 @@ class Run:
         """logp and entropy, without a graph, of the rows to keep; 0 elsewhere             -> (B, T), (B, T)"""
         out = torch.zeros(2, *batch.mask.shape, device=batch.mask.device)
         for index in self.chunks(batch, keep):
-            for filled, values in zip(out, self.forward(model, batch, index, self._scored)):
+            for filled, values in zip(out, self.forward(model, batch, index, self.scored)):
                 filled[index, :values.shape[1]] = values
         return out[0], out[1]
 
-    def _scored(self, model, *ids: Tensor) -> tuple[Tensor, Tensor]:
+    def scored(self, model, *ids: Tensor) -> tuple[Tensor, Tensor]:
+        """logp and entropy of a completion's tokens at the run's temperature"""
         return score(model, *ids, temperature=self.config.temperature)
 
 
@@ -1312,7 +1313,7 @@ def listen(run: Run, batch: Rollouts, rewards: Tensor, confidence: Tensor, opd_c
         hears = hears.flatten() & mask.any(dim=1)
         matter = run.chunks(batch, (hears | (advantages != 0).flatten()) & mask.any(dim=1))
         if len(matter) == 1 and config.updates == 1 and not config.kl_coef:         # on-policy, one pass is both: logp_old = logp
-            kept = (matter[0], *run.forward(run.student, batch, matter[0], run._scored))
+            kept = (matter[0], *run.forward(run.student, batch, matter[0], run.scored))
             logp_old, entropy = (torch.zeros_like(batch.mask, dtype=x.dtype) for x in kept[1:])
             for whole, part in ((logp_old, kept[1]), (entropy, kept[2])):
                 whole[matter[0], :part.shape[1]] = part.detach()
@@ -1358,7 +1359,8 @@ def exact_kernel(run: Run, batch: Rollouts, signals: Signals) -> Tensor:
         student, teacher = (upcast(z) / run.config.temperature for z in aligned_logits(run, batch, b))
         ids, advantages, weights = (x[b, :student.shape[1]] for x in (batch.completion_ids, signals.reward, signals.weights))
         pair = two_residuals(run.config, student, teacher, ids, advantages, weights != 0)
-        kernel[:, b, :student.shape[1]] = torch.stack(exact_cross_signal_ntk(student, trainable(run.student), *map(unit_residual, pair)))
+        found = exact_cross_signal_ntk(student, trainable(run.student), *map(unit_residual, pair))
+        kernel[:, b, :student.shape[1]] = torch.stack(found)
     return kernel
 
 
@@ -1397,7 +1399,7 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
         logp, entropy, divergence, *more = in_slices(lambda *some: vocabulary_terms(config, *some), *logits,
                                                      cut(batch.completion_ids), cut(signals.reward), mask, *kernel)
     else:
-        logp, entropy = signals.kept[1:] if signals.kept else run.forward(run.student, batch, index, run._scored)
+        logp, entropy = signals.kept[1:] if signals.kept else run.forward(run.student, batch, index, run.scored)
     logp = logp.masked_fill(~mask, 0.0)
     logp_old = logp.detach() if signals.logp_old is None else cut(signals.logp_old).masked_fill(~mask, 0.0)
     terms = lambda a: policy_terms(logp, logp_old, a, clip_low=config.clip_low, clip_high=config.clip_high,
@@ -1405,7 +1407,7 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
     streams, seen = {}, {"entropy": entropy} | dict(zip(("k_dr", "m3", "gate"), more))
     if row.reward:
         streams["reward"] = (terms(cut(signals.reward)), weights)
-    if full:                            # M3's family: a token of which the teacher is too far away does not hear it
+    if full:                            # beyond tau min(JSD, tau) is constant: there M3's family has no teacher gradient
         clip = config.divergence_clip if row.reward else math.inf
         streams["distillation"] = ((divergence * cut(signals.distillation)).clamp(max=clip), weights)
     elif row.distillation == "sample":
@@ -1417,7 +1419,7 @@ def completion_streams(run: Run, batch: Rollouts, signals: Signals, index: Tenso
         seen |= {} if signals.kernel is None else {"k_exact": cut(signals.kernel)[0]}
     if config.kl_coef:
         with torch.no_grad():
-            logp_ref, _ = run.forward(run.reference, batch, index, run._scored)
+            logp_ref, _ = run.forward(run.reference, batch, index, run.scored)
         kl = kl_terms(logp, logp_ref.masked_fill(~mask, 0.0), config.kl_kind, config.kl_gradient)
         streams["kl"] = (config.kl_coef * kl, weights)
     return streams, {name: values.detach()[mask] for name, values in seen.items()}
@@ -1544,7 +1546,7 @@ def imitate(run: Run, prompts: list[str], all_prompts: int, coef: float) -> floa
     weights = coef * token_weights(batch.mask, "seq_mean_token_mean") * len(batch.mask) / all_prompts
     value = 0.0
     for index in run.chunks(batch, batch.mask.any(dim=1)):
-        logp, _ = run.forward(run.student, batch, index, run._scored)
+        logp, _ = run.forward(run.student, batch, index, run.scored)
         loss = hybrid_loss({"imitation": (-logp, weights[index, :logp.shape[1]])})
         loss.backward()
         value += loss.item()
@@ -1607,7 +1609,7 @@ def warning_of(config: Config, lines: list[dict]) -> str | None:
 
 
 def train_step(run: Run, step: int) -> dict:
-    """One step, seven lines of method: sample, judge, route, listen, weigh, accumulate, move.  Returns the metrics."""
+    """One step: sample, judge, route, listen; then, `updates` times, accumulate, join, move.  Returns the metrics."""
     config, row, began = run.config, run.config.row, time.perf_counter()
     torch.manual_seed(config.seed * 1_000_003 + step)       # from the step alone: a resumed run samples what the other would have
     problems = step_problems(run.problems, step, config.prompts_per_step, config.seed)
@@ -1700,7 +1702,8 @@ def check_same_tokens(config: Config, one, other) -> None:
     if a != b:
         differs = next(token for token in (*a, *b) if a.get(token) != b.get(token))
         raise UsageError(f"--teacher {config.teacher}: its tokenizer is not that of --student {config.student} (token "
-                         f"{differs!r} is {b.get(differs)} there and {a.get(differs)} here); both must give every token the same id")
+                         f"{differs!r} is {b.get(differs)} there and {a.get(differs)} here); both must give every token the same "
+                         "id")
 
 
 def pick_device(config: Config) -> str:
@@ -1876,9 +1879,9 @@ def newest_checkpoint(folder: Path, device: str) -> tuple | None:
 
 
 def prepare(config: Config, look: bool = False) -> tuple[Run, Path, int]:
-    """Everything that can be wrong is found here, cheap checks first, no model loaded before they pass.
+    """What can be wrong is looked for here, before the first step, and what needs no model before one is loaded.
 
-    look: for who only looks (toy_tasks.show), whatever the method: with a teacher, without a folder and without its pool.
+    look=True, for toy_tasks.show: a teacher whatever the method, no folder and no pool.
     """
     from transformers.utils import logging
 
@@ -1939,10 +1942,10 @@ def catching_signals() -> Iterator[list[int]]:
 
 
 def train(config: Config, title: str = "") -> dict:
-    """One method on one task: measure, take `steps` steps, measure again.  Returns the evaluation, writes the run's folder.
+    """One method on one task: measure, take `steps` steps, measure again; writes the run's folder.
 
-    Returns {"before": {difficulty: (right, asked)}, "after": ..., "folder": ...}; raises UsageError for what cannot
-    be used, and SystemExit(128 + signal) after the state was saved if a signal came.
+    Returns {"before": {difficulty: (right, asked)}, "after": ..., "folder": ..., "run": Run}; raises UsageError for what
+    cannot be used, and SystemExit(128 + signal) after the state was saved if a signal came.
     """
     from tqdm import tqdm
 
@@ -1967,8 +1970,8 @@ def train(config: Config, title: str = "") -> dict:
             if not warned and (warned := warning_of(config, lines)):
                 bar.write(warned, file=sys.stderr)
             if line["reward_mean"] is not None:
-                bar.set_postfix_str("reward {reward_mean:.2f}, groups -{negative_share:.2f} ~{mixed_share:.2f} +{positive_share:.2f}"
-                                    .format_map(line), refresh=False)
+                bar.set_postfix_str("reward {reward_mean:.2f}, groups -{negative_share:.2f} ~{mixed_share:.2f} "
+                                    "+{positive_share:.2f}".format_map(line), refresh=False)
             if caught or (config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps):
                 save_model(run, folder / f"checkpoint-{step + 1}", state())
             if caught:
@@ -2916,8 +2919,8 @@ class OneLineParser(argparse.ArgumentParser):
         word = message.removeprefix("unrecognized arguments: ").split()[0]
         if message.startswith("unrecognized arguments: "):
             near = did_you_mean(word, self._option_string_actions)
-            message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else
-                       f"unexpected {word!r}: a flag that is on or off takes no value, and the command is {self.prog.split()[-1]}")
+            message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else f"unexpected {word!r}: a flag "
+                       f"that is on or off takes no value, and the command is {self.prog.split()[-1]}")
         print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
         raise SystemExit(2)
 

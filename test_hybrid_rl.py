@@ -3218,7 +3218,8 @@ class Scripted:
 def make_run(rewards=((1, 0, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)), confidence=(1.0, 0.5, 1.0, 0.25), student=None, teacher=None,
              tokenizer=None, trajectory=True, **settings):
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    config = H.Config(**(dict(prompts_per_step=len(rewards), group_size=len(rewards[0])) | settings))
+    sampled = {} if settings.get("method") == "sft" else {"group_size": len(rewards[0])}
+    config = H.Config(**({"prompts_per_step": len(rewards)} | sampled | settings))
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(STUDENT)
     load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     student, task = student or load(STUDENT), Scripted(rewards)
@@ -3923,8 +3924,8 @@ def test_label_counts_are_what_the_table_says(watched):
 @pytest.mark.parametrize("method, part", [("grpo", "first"), ("grpo", "second"), ("forward-kl", "first"), ("reverse-kl", "all"),
                                           ("teacher-sft", "second"), ("rstg", "first"), ("sft", "second")])
 def test_an_answer_that_is_not_counted_changes_no_weight_and_one_that_is_does(method, part, tmp_path, monkeypatch):
-    config = H.Config(method=method, part=part, steps=2, train_prompts=12, prompts_per_step=3, group_size=4, teacher_samples=2, eval_problems=0,
-                      out=str(tmp_path / "plain"))
+    config = H.Config(method=method, part=part, steps=2, train_prompts=12, prompts_per_step=3, eval_problems=0, out=str(tmp_path / "plain"),
+                      **({} if method == "sft" else {"group_size": 4}), **({"teacher_samples": 2} if method in ("rstg", "sft") else {}))
     task = toy_tasks.TASKS["chain_sum"]
     spent, everything = H.labels_spent(config, task), task.problems("train", 12, 0)
     assert len(spent) == (0 if method in ("forward-kl", "reverse-kl", "teacher-sft") else 6) and spent <= set(H.part_of(everything, part))

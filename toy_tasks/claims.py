@@ -119,19 +119,23 @@ def of_two_models(folder: Path, seed: int) -> dict:
 ONE_AT_A_TIME = threading.Lock()        # torch's generator is one for all threads
 
 
+def folder_of(arm: str, seed: int, out: Path) -> Path:
+    return out / f"{arm} {seed}".replace(" ", "_").replace(",", "")
+
+
 def run(arm: str, seed: int, out: Path) -> dict:
     """{arm or stage: {quantity: value}} of one run, trained if it is not there yet"""
-    folder = out / f"{arm} {seed}".replace(" ", "_").replace(",", "")
+    folder = folder_of(arm, seed, out)
     kept = folder / "claims.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    words = [sys.executable, ROOT / "hybrid_rl.py", *ARMS[arm].split(), "--seed", str(seed), "--save-every", "0", "--out", folder]
-    done = subprocess.run([*map(str, words), "--overwrite" if arm != WORKFLOW else "--resume"], cwd=ROOT, capture_output=True, text=True,
+    words = [sys.executable, ROOT / "hybrid_rl.py", *ARMS.get(arm, arm).split(), "--seed", str(seed), "--save-every", "0", "--out", folder]
+    done = subprocess.run([*map(str, words), "--resume" if arm.startswith("workflow") else "--overwrite"], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise RuntimeError(f"{arm}, seed {seed}: exit code {done.returncode}\n{done.stderr[-500:]}")
     share = lambda answers: 100 * sum(right for right, _ in answers.values()) / sum(asked for _, asked in answers.values())
-    if arm == WORKFLOW:
+    if arm.startswith("workflow"):
         values = {row["stage"]: {"accuracy": share(row["after"])} for row in json.loads((folder / "workflow.json").read_text())}
     else:
         after = json.loads((folder / "evaluation.json").read_text())["after"]
@@ -250,11 +254,11 @@ def main() -> int:
     claims = [CLAIMS[n - 1] for n in QUICK] if given.quick else CLAIMS
     seeds = SEEDS[:3] if given.quick else range(SEEDS[0], SEEDS[0] + given.seeds)
     sides = {side for claim in claims for side in (claim.left, claim.right)}
-    arms = [arm for arm in ARMS if arm in sides or (arm == WORKFLOW and sides & set(H.STAGES))]
+    arms = [arm for arm in ARMS if arm in sides] + (["workflow" if given.quick else WORKFLOW] if sides & set(H.STAGES) else [])
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if given.judge_only:
-        seeds = [seed for seed in seeds if all((out / f"{arm} {seed}".replace(" ", "_").replace(",", "") / "claims.json").exists() for arm in arms)]
+        seeds = [seed for seed in seeds if all((folder_of(arm, seed, out) / "claims.json").exists() for arm in arms)]
     values: dict[int, dict] = {seed: {} for seed in seeds}
     jobs = [(arm, seed) for seed in seeds for arm in reversed(arms)]            # the longest of a seed first
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(jobs), unit="run") as bar:
