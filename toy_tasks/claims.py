@@ -87,7 +87,8 @@ CLAIMS = (
     Claim("RSTG nears the teacher more slowly than OPD (top-4 overlap)", "RSTG", "RSTG", "<", "OPD", "overlap"),
     Claim("kappa varies by task (chains, addition)", "M3", "hybrid", "differs from", "hybrid, addition", "log10 kappa"),
     Claim("M3-Soft >= naive hybrid", "M3", "M3-Soft", ">=", "hybrid"),
-    Claim("M3-Soft avoids a collapse of the naive hybrid (lr 2e-3)", "M3", "M3-Soft, lr 2e-3", "<", "hybrid, lr 2e-3", "collapsed"),
+    Claim("M3-Soft avoids a collapse of the naive hybrid (lr 2e-3)", "M3", "M3-Soft, lr 2e-3", "<", "hybrid, lr 2e-3",
+          "collapsed"),
     Claim("the same at lr 3e-3", "M3", "M3-Soft, lr 3e-3", "<", "hybrid, lr 3e-3", "collapsed"),
     Claim("conflict rate near 40 % (of scored tokens)", "M3", "hybrid", "is near", 40.0, "conflict"),
 )
@@ -99,7 +100,8 @@ def of_two_models(folder: Path, seed: int) -> dict:
     run, _, _ = H.prepare(H.Config(method="opd", student=str(folder / "final"), seed=seed), look=True)
     torch.manual_seed(seed)
     problems = run.problems[:128]
-    batch = H.rollout(run.student, run.tokenizer, [run.task.prompt(p) for p in problems], 8, temperature=1.0, max_new_tokens=16, micro_batch=256)
+    batch = H.rollout(run.student, run.tokenizer, [run.task.prompt(p) for p in problems], 8, temperature=1.0, max_new_tokens=16,
+                      micro_batch=256)
     rewards = H.rewards_of(run.task, problems, H.texts_of(run.tokenizer, batch))
     rows = torch.arange(len(batch.mask))
     with torch.no_grad():
@@ -129,9 +131,10 @@ def run(arm: str, seed: int, out: Path) -> dict:
     kept = folder / "claims.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    words = [sys.executable, ROOT / "hybrid_rl.py", *ARMS.get(arm, arm).split(), "--seed", str(seed), "--save-every", "0", "--out", folder]
-    done = subprocess.run([*map(str, words), "--resume" if arm.startswith("workflow") else "--overwrite"], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    words = [*ARMS.get(arm, arm).split(), "--seed", seed, "--save-every", 0, "--out", folder]
+    words.append("--resume" if arm.startswith("workflow") else "--overwrite")
+    done = subprocess.run([sys.executable, str(ROOT / "hybrid_rl.py"), *map(str, words)], cwd=ROOT, capture_output=True,
+                          text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise RuntimeError(f"{arm}, seed {seed}: exit code {done.returncode}\n{done.stderr[-500:]}")
     share = lambda answers: 100 * sum(right for right, _ in answers.values()) / sum(asked for _, asked in answers.values())
@@ -152,7 +155,8 @@ def run(arm: str, seed: int, out: Path) -> dict:
     return values
 
 
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110,
+         2.101, 2.093)
 
 
 def interval(differences: list[float]) -> tuple[float, float, float]:
@@ -183,15 +187,16 @@ def verdict(sense: str, low: float, high: float, margin: float) -> str:
 def judge(claim: Claim, values: dict[int, dict]) -> dict:
     """One claim over the seeds: both sides, the paired difference and its interval, the verdict"""
     unit, margin = UNITS[claim.quantity]
-    pairs = [(v[claim.left][claim.quantity],
-              claim.right if isinstance(claim.right, float) else v[claim.right][claim.other or claim.quantity]) for v in values.values()]
+    other = lambda v: claim.right if isinstance(claim.right, float) else v[claim.right][claim.other or claim.quantity]
+    pairs = [(v[claim.left][claim.quantity], other(v)) for v in values.values()]
     pairs = [pair for pair in pairs if None not in pair]
     middle, low, high = interval([a - b for a, b in pairs])
     word = verdict(claim.sense, low, high, margin)
     if claim.quantity == "collapsed" and not any(b for _, b in pairs):
         word = "undecided"              # nothing collapsed that could have been avoided
     return asdict(claim) | {"unit": unit, "margin": margin, "seeds": len(pairs), "left_mean": mean(a for a, _ in pairs),
-                            "right_mean": mean(b for _, b in pairs), "difference": middle, "low": low, "high": high, "verdict": word}
+                            "right_mean": mean(b for _, b in pairs), "difference": middle, "low": low, "high": high,
+                            "verdict": word}
 
 
 def table(rows: list[dict]) -> str:
@@ -200,8 +205,9 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         digits = ".2f" if row["unit"] in ("", "nats") else ".1f"
         cell = lambda x: f"{x:{digits}}"
-        text.append(f"| {row['text']} | {row['paper']} | {cell(row['left_mean'])} | {cell(row['right_mean'])} | "
-                    f"{row['difference']:+{digits}} [{cell(row['low'])}, {cell(row['high'])}] {row['unit']}".rstrip() + f" | {row['verdict']} |")
+        difference = f"{row['difference']:+{digits}} [{cell(row['low'])}, {cell(row['high'])}] {row['unit']}".rstrip()
+        text.append(f"| {row['text']} | {row['paper']} | {cell(row['left_mean'])} | {cell(row['right_mean'])} | {difference} | "
+                    f"{row['verdict']} |")
     return "\n".join(text)
 
 
@@ -216,7 +222,8 @@ def draw(rows: list[dict], target: Path) -> None:
     from matplotlib import pyplot
 
     parts = [[row for row in rows if (row["quantity"] == "accuracy") == points] for points in (True, False)]
-    figure, axes = pyplot.subplots(2, figsize=(9, 1.5 + 0.3 * len(rows)), height_ratios=[len(part) + 1 for part in parts], layout="constrained")
+    figure, axes = pyplot.subplots(2, figsize=(9, 1.5 + 0.3 * len(rows)), height_ratios=[len(part) + 1 for part in parts],
+                                   layout="constrained")
     for axis, part, label in zip(axes, parts, ("left minus right, points of accuracy", "difference that matters = 1")):
         axis.axvline(0, color="black", linewidth=0.8)
         for y, row in enumerate(part):
@@ -242,7 +249,8 @@ def in_readme(text: str, rows: list[dict]) -> str:
 def main() -> int:
     parser = H.OneLineParser(prog="python -m toy_tasks.claims", description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="the two strongest claims, three seeds; minutes; writes no table")
-    parser.add_argument("--seeds", type=H.number(int), default=len(SEEDS), metavar="N", help=f"seeds, {SEEDS[0]} and on (default: {len(SEEDS)})")
+    parser.add_argument("--seeds", type=H.number(int), default=len(SEEDS), metavar="N",
+                        help=f"seeds, {SEEDS[0]} and on (default: {len(SEEDS)})")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="where the runs are kept (default: runs/claims)")
     parser.add_argument("--judge-only", action="store_true", help="train nothing: judge the seeds that are complete in --out")
     given = parser.parse_args()
