@@ -1135,6 +1135,7 @@ def rollout(model, tokenizer, prompts: list[str], group_size: int, *, temperatur
 
 
 def texts_of(tokenizer, rollouts: Rollouts) -> list[str]:
+    """Each completion's own tokens as text, without the special ones"""
     lengths = rollouts.mask.sum(dim=1).tolist()
     return [tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in zip(rollouts.completion_ids.tolist(), lengths)]
 
@@ -2244,6 +2245,7 @@ BATCHES: dict[str, dict] = {            # case: options of batch, and keywords o
 
 
 def batches(*labels: str) -> dict[str, Callable[[Draw], dict]]:
+    """{label: a case generator} of some rows of BATCHES"""
     return {label: lambda d, options=BATCHES[label]: batch(d, **options) for label in labels}
 
 
@@ -2436,6 +2438,7 @@ def over_tensors(change: Callable[[Tensor], Tensor], x):
 
 
 def to_dtype(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A copy in that dtype; ids and masks stay what they are"""
     return lambda x: x.detach().to(dtype if x.is_floating_point() else x.dtype, copy=True)
 
 
@@ -2521,10 +2524,12 @@ def make_case(name: str, label: str, seed: int, dtype: str, preset: dict | None 
 
 @functools.cache
 def batch_fields() -> frozenset[str]:
+    """Names of a batch's tensors"""
     return frozenset(batch(Draw(0)))
 
 
 def keywords_label(keywords: dict) -> str:
+    """How a case names its keywords"""
     return ", ".join(f"{k}={'given' if x is ... else x}" for k, x in keywords.items())
 
 
@@ -2679,6 +2684,7 @@ class Report:
 
 
 def known(what: str, word: str, legal: Iterable[str]) -> str:
+    """The word, if it is a legal one"""
     if word not in legal:
         raise UsageError(f"{what} {word}: must be one of {', '.join(legal)}{did_you_mean(word, legal)}")
     return word
@@ -2766,6 +2772,7 @@ def read_json(flag: str, path: str, key: str):
 
 
 def from_json(x: dict) -> Tensor:
+    """A tensor of a results file"""
     return torch.tensor([float(v) for v in x["data"]], dtype=torch.float64).view(x["shape"])
 
 
@@ -2820,6 +2827,57 @@ def load_candidates(target: str, functions: list[str]) -> dict:
     return {name: found}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# 14  Command line.  What was asked for, is it possible, and what came of it?
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def results_table(result: dict) -> str:
+    """Accuracy by difficulty before and after, with 95 % intervals, and all difficulties together"""
+    rows = [(level, result["before"][level], result["after"][level]) for level in result["before"]]
+    if len(rows) > 1:
+        rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
+    lines = [f"{'difficulty':>10}  {'problems':>8}  {'before':^22}  {'after':^22}"]
+    return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {share_cell(*b):>22}  {share_cell(*a):>22}" for level, b, a in rows])
+
+
+def probe_report(folder: Path) -> str:
+    """The mean kappa of a probe, and what the rule of thumb makes of it"""
+    kappas = [line["kappa"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["kappa"]]
+    if not kappas:
+        return ("No step had a reward gradient (no mixed group), so kappa has no value; easier prompts or a larger --group-size "
+                "would give one.")
+    mean, middle = sum(kappas) / len(kappas), sorted(kappas)[len(kappas) // 2]
+    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, median {middle:.4g}, "
+            f"from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
+            f"rule of thumb (over 5000 m3-select, over 1000 m3-soft, else hybrid is enough): {strategy_for(mean)}\n"
+            "A heuristic of the paper's authors, found on other models and tasks: try the alternatives before you rely on it.")
+
+
+def number(kind: type) -> Callable[[str], float]:
+    """A parser of a flag's value whose complaint says what a number looks like"""
+    def parse(text: str):
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}, for instance "
+                                             f"{'8' if kind is int else '5e-4'}") from None
+    return parse
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose complaint is one line, with exit code 2"""
+
+    def error(self, message: str):
+        word = message.removeprefix("unrecognized arguments: ").split()[0]
+        if message.startswith("unrecognized arguments: "):
+            near = did_you_mean(word, self._option_string_actions)
+            message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else f"unexpected {word!r}: a flag "
+                       f"that is on or off takes no value, and the command is {self.prog.split()[-1]}")
+        print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def check_parser() -> argparse.ArgumentParser:
     """The flags of check"""
     parser = OneLineParser(prog="python hybrid_rl.py check", allow_abbrev=False,
@@ -2872,57 +2930,6 @@ def vectors_command(words: list[str]) -> int:
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from None
     return 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 14  Command line.  What was asked for, is it possible, and what came of it?
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def results_table(result: dict) -> str:
-    """Accuracy by difficulty before and after, with 95 % intervals, and all difficulties together"""
-    rows = [(level, result["before"][level], result["after"][level]) for level in result["before"]]
-    if len(rows) > 1:
-        rows.append(("all", *(tuple(map(sum, zip(*result[when].values()))) for when in ("before", "after"))))
-    lines = [f"{'difficulty':>10}  {'problems':>8}  {'before':^22}  {'after':^22}"]
-    return "\n".join(lines + [f"{level:>10}  {b[1]:>8}  {share_cell(*b):>22}  {share_cell(*a):>22}" for level, b, a in rows])
-
-
-def probe_report(folder: Path) -> str:
-    """The mean kappa of a probe, and what the rule of thumb makes of it"""
-    kappas = [line["kappa"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["kappa"]]
-    if not kappas:
-        return ("No step had a reward gradient (no mixed group), so kappa has no value; easier prompts or a larger --group-size "
-                "would give one.")
-    mean, middle = sum(kappas) / len(kappas), sorted(kappas)[len(kappas) // 2]
-    return (f"kappa = |g_R| / |g_D| of the naive mix: mean {mean:.4g}, median {middle:.4g}, "
-            f"from {min(kappas):.4g} to {max(kappas):.4g} over {len(kappas)} steps\n"
-            f"rule of thumb (over 5000 m3-select, over 1000 m3-soft, else hybrid is enough): {strategy_for(mean)}\n"
-            "A heuristic of the paper's authors, found on other models and tasks: try the alternatives before you rely on it.")
-
-
-def number(kind: type) -> Callable[[str], float]:
-    """A parser of a flag's value whose complaint says what a number looks like"""
-    def parse(text: str):
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}, for instance "
-                                             f"{'8' if kind is int else '5e-4'}") from None
-    return parse
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse whose complaint is one line, with exit code 2"""
-
-    def error(self, message: str):
-        word = message.removeprefix("unrecognized arguments: ").split()[0]
-        if message.startswith("unrecognized arguments: "):
-            near = did_you_mean(word, self._option_string_actions)
-            message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else f"unexpected {word!r}: a flag "
-                       f"that is on or off takes no value, and the command is {self.prog.split()[-1]}")
-        print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
-        raise SystemExit(2)
 
 
 TRAIN_HELP = """methods:
