@@ -215,7 +215,7 @@ COLOURS = {"holds": "#2a7d4f", "does not hold": "#b3372f", "undecided": "#777777
 
 
 def draw(rows: list[dict], target: Path) -> None:
-    """A line a claim: difference, interval, colour of the verdict; accuracy in points, everything else in margins"""
+    """A line a claim, turned so that right of 0 is as claimed; accuracy in points, everything else in margins"""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,17 +224,22 @@ def draw(rows: list[dict], target: Path) -> None:
     parts = [[row for row in rows if (row["quantity"] == "accuracy") == points] for points in (True, False)]
     figure, axes = pyplot.subplots(2, figsize=(9, 1.5 + 0.3 * len(rows)), height_ratios=[len(part) + 1 for part in parts],
                                    layout="constrained")
-    for axis, part, label in zip(axes, parts, ("left minus right, points of accuracy", "difference that matters = 1")):
+    for axis, part, points in zip(axes, parts, (True, False)):
+        margin = UNITS["accuracy"][1] if points else 1.0
+        axis.axvspan(-margin, margin, color="#eeeeee", linewidth=0)
         axis.axvline(0, color="black", linewidth=0.8)
         for y, row in enumerate(part):
-            unit = 1.0 if row["quantity"] == "accuracy" else row["margin"]
+            unit = (-1 if "<" in row["sense"] else 1) * (1.0 if points else row["margin"])
             axis.plot([row["low"] / unit, row["high"] / unit], [y, y], color=COLOURS[row["verdict"]], linewidth=2)
             axis.plot(row["difference"] / unit, y, "o", color=COLOURS[row["verdict"]], markersize=5)
         axis.set_yticks(range(len(part)), [f"{row['text']}  ({row['verdict']})" for row in part], fontsize=8)
         for tick, row in zip(axis.get_yticklabels(), part):
             tick.set_color(COLOURS[row["verdict"]])
-        axis.set(xlabel=label, ylim=(len(part) - 0.4, -0.6))
+        axis.set(ylim=(len(part) - 0.4, -0.6))
+        axis.set_xlabel("points of accuracy, right: as claimed, grey: too small to matter" if points else
+                        "other quantities, 1 = what would matter", fontsize=9)
         axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[1].set_xscale("symlog", linthresh=1)
     figure.savefig(target, dpi=130)
     pyplot.close(figure)
 
@@ -242,8 +247,11 @@ def draw(rows: list[dict], target: Path) -> None:
 def in_readme(text: str, rows: list[dict]) -> str:
     """The README with this table between its two marks"""
     before, rest = text.split("<!-- claims -->")
-    failing = "".join(f"\n- *{row['text']}*: {row['why']}" for row in rows if row["verdict"] != "holds" and row["why"])
-    return f"{before}<!-- claims -->\n{table(rows)}\n{failing}\n<!-- /claims -->{rest.split('<!-- /claims -->')[1]}"
+    count = lambda word: sum(row["verdict"] == word for row in rows)
+    head = (f"{max(row['seeds'] for row in rows)} seeds: {count('holds')} hold, {count('does not hold')} do not, {count('undecided')} "
+            "are undecided.\n\n")
+    why = "".join(f"\n- *{row['text']}*: {row['why']}" for row in rows if row["verdict"] != "holds" and row["why"])
+    return f"{before}<!-- claims -->\n{head}{table(rows)}\n{why}\n<!-- /claims -->{rest.split('<!-- /claims -->')[1]}"
 
 
 def main() -> int:
