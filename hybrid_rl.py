@@ -2060,8 +2060,10 @@ def stage_config(config: WorkflowConfig, name: str, folder: Path) -> Config:
 
 
 def labels_spent(config: Config, task) -> set:
-    """The problems whose right answer a run's gradient has seen.  Of the others only the prompt is used (and, to be
-    logged, the reward)."""
+    """The problems whose right answer a run's gradient has seen
+
+    Of the others only the prompt is used, and the reward for the log alone.
+    """
     if not (config.row.reward or config.row.imitation or config.row.weighted):
         return set()
     problems = part_of(task.problems("train", config.train_prompts, config.seed), config.part)
@@ -2072,7 +2074,7 @@ def workflow(config: WorkflowConfig) -> list[dict]:
     """Stage by stage, each from the weights of the one before.  Returns a row a stage, writes workflow.json.
 
     A row: stage, arm, method, labels (this stage's own), labels_so_far (its whole ancestry's, teachers included, each
-    counted once), steps, before and after ({difficulty: (right, asked)}).  Finished stages are not repeated.
+    counted once), steps, before and after ({difficulty: (right, asked)}).  Finished stages are not repeated.  Raises as train.
     """
     task = load_task(config)
     for flag in ("student", "teacher"):
