@@ -24,7 +24,7 @@ import hybrid_rl as H
 from toy_tasks import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
-SEEDS = range(10, 18)                   # not those on which settings were looked for (0 to 2)
+SEEDS = range(10, 16)                   # not those on which settings were looked for (0 to 2)
 WORKFLOW = "workflow --controls all"
 ARMS = {                                # name: words of the command line
     "GRPO": "--method grpo",
@@ -67,32 +67,49 @@ class Claim:
 
 CLAIMS = (
     Claim("raw-teacher transfer < direct GRPO", "sparse to dense", "raw-opd", "<", "direct-rl"),
-    Claim("direct GRPO < RL-teacher transfer, equal labels", "sparse to dense", "direct-rl", "<", "opd-all"),
+    Claim("direct GRPO < RL-teacher transfer, equal labels", "sparse to dense", "direct-rl", "<", "opd-all",
+          why="GRPO is ahead on chains of 3 and 4, the bridge on 5 and 6, and the mean over all hides it."),
     Claim("raw-teacher transfer < RL-teacher transfer", "sparse to dense", "raw-opd", "<", "opd"),
-    Claim("warm-up removed costs", "sparse to dense", "opd-only", "<", "opd"),
-    Claim("OPD removed costs (teacher-sample SFT)", "sparse to dense", "teacher-sft", "<", "opd"),
-    Claim("held-out RL beats replay", "sparse to dense", "held-out-rl", ">", "replay-rl"),
+    Claim("warm-up removed costs", "sparse to dense", "opd-only", "<", "opd",
+          why="the student knows the form of an answer before, so its own completions are worth grading from the "
+              "start."),
+    Claim("OPD removed costs (teacher-sample SFT)", "sparse to dense", "teacher-sft", "<", "opd",
+          why="an answer has two to five tokens, so the teacher's own completions pass nearly all prefixes that the "
+              "student's do."),
+    Claim("held-out RL beats replay", "sparse to dense", "held-out-rl", ">", "replay-rl",
+          why="the student does not learn 256 prompts by heart in 100 steps: a label used again is as good as a new "
+              "one."),
     Claim("all four stages > direct GRPO, equal labels", "sparse to dense", "held-out-rl", ">", "direct-rl"),
     Claim("RSTG > GRPO", "RSTG", "RSTG", ">", "GRPO"),
-    Claim("RSTG > naive GRPO+OPD", "RSTG", "RSTG", ">", "naive GRPO+OPD"),
-    Claim("naive GRPO+OPD does not beat GRPO", "RSTG", "naive GRPO+OPD", "<=", "GRPO"),
-    Claim("OPD on negative groups only >= on all", "RSTG", "OPD on negative groups", ">=", "naive GRPO+OPD"),
-    Claim("weighting helps", "RSTG", "+ weighting", ">", "OPD on negative groups"),
-    Claim("token selection helps", "RSTG", "+ selection", ">", "+ weighting"),
+    Claim("RSTG > naive GRPO+OPD", "RSTG", "RSTG", ">", "naive GRPO+OPD",
+          why="this teacher is nearly always right, so hearing it everywhere does little harm."),
+    Claim("naive GRPO+OPD does not beat GRPO", "RSTG", "naive GRPO+OPD", "<=", "GRPO",
+          why="the same; in the paper it fails for two of three pairs of models in mathematics, not for code."),
+    Claim("OPD on negative groups only >= on all", "RSTG", "OPD on negative groups", ">=", "naive GRPO+OPD",
+          why="the same."),
+    Claim("weighting helps", "RSTG", "+ weighting", ">", "OPD on negative groups",
+          why="the teacher solves nearly every prompt, so its confidence is close to 1 everywhere."),
+    Claim("token selection helps", "RSTG", "+ selection", ">", "+ weighting",
+          why="an answer of two to five tokens has no filler that could be left out."),
     Claim("auxiliary SFT helps", "RSTG", "RSTG", ">", "+ selection"),
-    Claim("RSTG > SFT on negative groups (ReLIFT-like)", "RSTG", "RSTG", ">", "SFT on negative groups"),
+    Claim("RSTG > SFT on negative groups (ReLIFT-like)", "RSTG", "RSTG", ">", "SFT on negative groups",
+          why="a trajectory of so few tokens says nearly all that the teacher knows."),
     Claim("annealed weight >= constant", "RSTG", "OPD on negative groups", ">=", "the same, constant weight"),
     Claim("OPD advantage lower on negative than on positive groups", "RSTG", "GRPO", "<", "GRPO",
           "OPD advantage, negative", "OPD advantage, positive"),
     Claim("RSTG nears the teacher more slowly than OPD (top-4 overlap)", "RSTG", "RSTG", "<", "OPD", "overlap"),
-    Claim("kappa varies by task (chains, addition)", "M3", "hybrid", "differs from", "hybrid, addition", "log10 kappa"),
+    Claim("kappa varies by task (chains, addition)", "M3", "hybrid", "differs from", "hybrid, addition", "log10 kappa",
+          why="both tasks have the same models, tokenizer and length of answers, the paper's have not."),
     Claim("M3-Soft >= naive hybrid", "M3", "M3-Soft", ">=", "hybrid"),
     Claim("M3-Soft avoids a collapse of the naive hybrid (lr 2e-3)", "M3", "M3-Soft, lr 2e-3", "<", "hybrid, lr 2e-3",
-          "collapsed"),
-    Claim("the same at lr 3e-3", "M3", "M3-Soft, lr 3e-3", "<", "hybrid, lr 3e-3", "collapsed"),
-    Claim("conflict rate near 40 % (of scored tokens)", "M3", "hybrid", "is near", 40.0, "conflict"),
+          "collapsed",
+          why="at this rate GRPO alone breaks, too: it is the rate and not the teacher, and M3 does not mend it."),
+    Claim("the same at lr 3e-3", "M3", "M3-Soft, lr 3e-3", "<", "hybrid, lr 3e-3", "collapsed",
+          why="the same."),
+    Claim("conflict rate near 40 % (of scored tokens)", "M3", "hybrid", "is near", 40.0, "conflict",
+          why="it depends on the task and on how far the teacher is: on addition it is higher, on chains lower."),
 )
-QUICK = (8, 3)                          # numbers of the two strongest, from 1
+QUICK = (1, 17)                         # numbers of the two strongest, from 1
 
 
 def of_two_models(folder: Path, seed: int) -> dict:
@@ -248,8 +265,8 @@ def in_readme(text: str, rows: list[dict]) -> str:
     """The README with this table between its two marks"""
     before, rest = text.split("<!-- claims -->")
     count = lambda word: sum(row["verdict"] == word for row in rows)
-    head = (f"{max(row['seeds'] for row in rows)} seeds: {count('holds')} hold, {count('does not hold')} do not, {count('undecided')} "
-            "are undecided.\n\n")
+    head = (f"{max(row['seeds'] for row in rows)} seeds: {count('holds')} hold, {count('does not hold')} do not, "
+            f"{count('undecided')} are undecided.\n\n")
     why = "".join(f"\n- *{row['text']}*: {row['why']}" for row in rows if row["verdict"] != "holds" and row["why"])
     return f"{before}<!-- claims -->\n{head}{table(rows)}\n{why}\n<!-- /claims -->{rest.split('<!-- /claims -->')[1]}"
 
