@@ -3215,13 +3215,19 @@ class Scripted:
         return float(self.rewards[problem][(self.asked[problem] - 1) % len(self.rewards[problem])])
 
 
+@functools.cache
+def read_model(path):
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
 def make_run(rewards=((1, 0, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)), confidence=(1.0, 0.5, 1.0, 0.25), student=None, teacher=None,
              tokenizer=None, trajectory=True, **settings):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     sampled = {} if settings.get("method") == "sft" else {"group_size": len(rewards[0])}
     config = H.Config(**({"prompts_per_step": len(rewards)} | sampled | settings))
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(STUDENT)
-    load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    load = lambda path: copy.deepcopy(read_model(path))
     student, task = student or load(STUDENT), Scripted(rewards)
     ids = tokenizer("7 12").input_ids + [1] if not isinstance(tokenizer, Numbers) else [5, 2]
     pool = {task.prompt(n): {"confidence": c, "trajectory": ids if trajectory and c else None} for n, c in enumerate(confidence)}
@@ -3990,7 +3996,7 @@ def test_a_step_of_teacher_sft_is_cross_entropy_on_the_teachers_samples(monkeypa
     assert metrics["loss"] > 0 and "value -log p, not -1 as in the ratio form"
 
 
-@pytest.mark.parametrize("stage, step", [("teacher-rl", 1), ("opd", 0), ("opd", 1), ("direct-rl", 3)])
+@pytest.mark.parametrize("stage, step", [("teacher-rl", 1), ("opd", 0), ("direct-rl", 3)])
 def test_an_interrupted_workflow_goes_on_and_ends_as_the_other(stage, step, watched, tmp_path, monkeypatch, capsys):
     whole, train_step, seen = watched[1][:7], H.train_step, []
 
@@ -4789,7 +4795,7 @@ def test_models_of_every_family_train_from_their_folders(family, method, tmp_pat
     student, teacher = folder_of(tmp_path / "s", family, 121, tokenizer), folder_of(tmp_path / "t", family, 128, tokenizer)
     questions(tmp_path)
     settings = dict(method=method, student=student, teacher=teacher, data=tmp_path / "questions.jsonl", out=tmp_path / "run", micro_batch=5)
-    assert H.main(["train", *words_of(SMALL | settings | dict(steps=2, prompts_per_step=4))]) == 0
+    assert H.main(["train", *words_of(SMALL | settings | dict(steps=2, prompts_per_step=4, train_prompts=8, eval_problems=4, max_new_tokens=8))]) == 0
     assert all(math.isfinite(line["loss"]) for line in metrics_of(tmp_path / "run")) and len(metrics_of(tmp_path / "run")) == 2
     H.load_model("--student", str(tmp_path / "run" / "final"), "cpu")
 
