@@ -268,7 +268,8 @@ def in_readme(text: str, rows: list[dict]) -> str:
     head = (f"{max(row['seeds'] for row in rows)} seeds: {count('holds')} hold, {count('does not hold')} do not, "
             f"{count('undecided')} are undecided.\n\n")
     why = "".join(f"\n- *{row['text']}*: {row['why']}" for row in rows if row["verdict"] != "holds" and row["why"])
-    return f"{before}<!-- claims -->\n{head}{table(rows)}\n{why}\n<!-- /claims -->{rest.split('<!-- /claims -->')[1]}"
+    why = f"Why the toy may differ; guesses, but for the first:\n{why}"
+    return f"{before}<!-- claims -->\n{head}{table(rows)}\n\n{why}\n<!-- /claims -->{rest.split('<!-- /claims -->')[1]}"
 
 
 def main() -> int:
