@@ -2293,6 +2293,7 @@ def test_m3_names_the_shape_the_word_or_the_share_that_it_refuses():
     refuses("advantages (1, 4)", H.reward_residual, student, ids, randn(0, 1, 4))
     refuses("teacher_logits (3, 4, 4)", H.distillation_residual, student, teacher[..., :4])
     refuses("'reverse'", H.distillation_residual, student, teacher, "reverse")
+    refuses("teacher_share 1.5", H.distillation_residual, student, teacher, "jsd", 1.5)
     refuses("residual_r (3, 1, 5)", H.cross_signal_ntk, d, d[:, :1])
     for name, three in {"logits": (d[..., :1], d, d), "residual_d": (d, d[..., :1], d), "residual_r": (d, d, d[..., :1])}.items():
         refuses(f"{name} (3, 4, 1)", H.exact_cross_signal_ntk, three[0], [], *three[1:])
