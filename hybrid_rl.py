@@ -1261,7 +1261,8 @@ def part_of(problems: list, part: str) -> list:
     """All, or one of two halves; what the second holds was not in the first, so its labels are held out."""
     half = (len(problems) + 1) // 2
     if part == "second" and len(problems) == half:
-        raise UsageError("--part second: there is one training prompt, so the second half is empty; give more")
+        raise UsageError("the second half of the training prompts is empty, since there is only one; give more of them "
+                         "(--train-prompts, --data)")
     return {"all": problems, "first": problems[:half], "second": problems[half:]}[part]
 
 
@@ -1718,8 +1719,25 @@ def pick_device(config: Config) -> str:
 MAY_CHANGE = ("out", "resume", "overwrite", "save_every", "plot", "device", "micro_batch", "gradient_checkpointing", "warn_after")
 
 
+def json_in(path: Path) -> dict:
+    """What a file of the run says; {} where it is not there, or cut off"""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def check_command_of(folder: Path, kind: type) -> None:
+    """A run of train is not gone on with, or replaced, by workflow, nor the reverse."""
+    saved = json_in(folder / "config.json")
+    if saved and ("controls" in saved) != ("controls" in kind.__dataclass_fields__):
+        theirs = "workflow" if "controls" in saved else "train"
+        raise UsageError(f"--out {folder}: holds a run of {theirs}; go on with it by that command, or name another folder")
+
+
 def saved_settings(folder: Path, kind: type = Config) -> dict:
     """The settings of the run in a folder, but for those that are about where and how it is started; {} where there is none"""
+    check_command_of(folder, kind)
     try:
         saved = dict(json.loads((folder / "config.json").read_text())) if (folder / "config.json").exists() else {}
     except (OSError, ValueError, TypeError) as error:
@@ -1734,7 +1752,8 @@ def check_same_run(config: Config, folder: Path) -> None:
         ours = (".writable", "teacher_pool.json", "teacher_pool.json.tmp", "config.json.tmp")
         if folder.exists() and any(p.name not in ours for p in folder.iterdir()):
             raise UsageError(f"--resume: there is no run in --out {folder}, but other files are")
-        print(f"warning: --resume: there is no run in --out {folder} yet; starts from the beginning", file=sys.stderr)
+        print(f"warning: --resume: there is no run in --out {folder} yet; starts from the beginning, with the settings given now",
+              file=sys.stderr)
         return
     before = saved_settings(folder, type(config))
     for field in dataclasses.fields(config):
@@ -1756,6 +1775,8 @@ def open_folder(config: Config, name: str) -> Path:
                          "name another folder")
     if config.resume:
         check_same_run(config, folder)
+    if config.overwrite:
+        check_command_of(folder, type(config))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".writable").write_text(" " * 2**16)
@@ -1955,7 +1976,7 @@ def train(config: Config, title: str = "") -> dict:
         clear_run(folder)
     write_json(folder / "config.json", dataclasses.asdict(config))
     held_out = run.task.problems("eval", config.eval_problems, 0) if config.eval_problems else []
-    known = json.loads((folder / "evaluation.json").read_text()) if first and (folder / "evaluation.json").exists() else {}
+    known = json_in(folder / "evaluation.json") if first else {}
     result = {"before": known.get("before") or accuracy(run, held_out)}
     write_json(folder / "evaluation.json", result)
     metrics, warned = folder / "metrics.jsonl", None
@@ -2077,12 +2098,14 @@ def workflow(config: WorkflowConfig) -> list[dict]:
     counted once), steps, before and after ({difficulty: (right, asked)}).  Finished stages are not repeated.  Raises as train.
     """
     task = load_task(config)
+    part_of(task.problems("train", config.train_prompts, config.seed), "second")        # raises where that is none
     for flag in ("student", "teacher"):
         check_model_folder(f"--{flag}", getattr(config, flag))
-    folder = open_folder(config, "workflow")
+    folder = open_folder(config, "workflow").resolve()
     both = dataclasses.replace(stage_config(config, "raw-warm-up", folder), resume=False)
     prepare(both, look=True)            # what a later stage could stumble over is told now: both models, all prompts
     if config.overwrite:
+        (folder / "workflow.json").unlink(missing_ok=True)
         for name in STAGES:
             shutil.rmtree(folder / name, ignore_errors=True)
     write_json(folder / "config.json", dataclasses.asdict(config))
@@ -2093,13 +2116,13 @@ def workflow(config: WorkflowConfig) -> list[dict]:
         if stage.part == "second" and labels & seen[stage.start]:
             raise UsageError(f"{name}: its labels are to be held out, but a stage before it has used some of them")
         answers = folder / name / "evaluation.json"
-        if not (answers.exists() and "after" in json.loads(answers.read_text())):
+        if "after" not in json_in(answers):
             try:
                 train(own, f"{number}/{len(config.stages)} {name}")
             except SystemExit:
                 print(f"the whole workflow goes on with: workflow --resume --out {folder}", file=sys.stderr)
                 raise
-        result = json.loads(answers.read_text())
+        result = json_in(answers)
         seen[name] = labels | seen[stage.start] | seen[stage.teacher]
         rows.append({"stage": name, "arm": stage.arm, "method": stage.method, "start": stage.start, "teacher": stage.teacher,
                      "labels": len(labels), "labels_so_far": len(seen[name]), "steps": own.steps,
@@ -2876,7 +2899,8 @@ class OneLineParser(argparse.ArgumentParser):
             near = did_you_mean(word, self._option_string_actions)
             message = (f"{message}{near}; --help lists the flags" if word.startswith("-") else f"unexpected {word!r}: a flag "
                        f"that is on or off takes no value, and the command is {self.prog.split()[-1]}")
-        print(f"hybrid_rl.py: error: {message.removeprefix('argument ')}", file=sys.stderr)
+        name = "hybrid_rl.py" if "hybrid_rl.py" in self.prog else self.prog
+        print(f"{name}: error: {message.removeprefix('argument ')}", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -3952,7 +3952,7 @@ def test_the_halves_of_the_prompts_share_none_and_are_the_whole():
     problems = list(range(7))
     assert H.part_of(problems, "first") + H.part_of(problems, "second") == H.part_of(problems, "all") == problems
     assert len(H.part_of(problems, "first")) == 4 and H.part_of([1], "first") == [1]
-    with pytest.raises(H.UsageError, match="the second half is empty"):
+    with pytest.raises(H.UsageError, match="second half of the training prompts is empty"):
         H.part_of([1], "second")
 
 
@@ -4023,19 +4023,39 @@ def test_an_interrupted_workflow_goes_on_and_ends_as_the_other(stage, step, watc
     ("--controls most", "--controls most: must be one of few, all"), ("--opd-stepz 3", "did you mean --opd-steps?"), ("--method rstg", "unrecognized arguments: --method"),
     ("--teacher-steps 0", "--teacher-steps 0: must be >= 1"), ("--teacher nowhere", "--teacher nowhere: no such folder"), ("--student nowhere", "--student nowhere"),
     ("--select-share 20", "unrecognized arguments"), ("--resume", "--resume: needs --out"), ("--out {used}", "--overwrite to replace it"),
-    ("--out {used} --resume --opd-steps 7", "--opd-steps 7: the run in --out {used} has --opd-steps 2"), ("--data {short}", "leave none for"), ("fast", "unexpected 'fast'")])
+    ("--out {used} --resume --opd-steps 7", "--opd-steps 7: the run in --out {used} has --opd-steps 2"), ("--data {short}", "leave none for"), ("fast", "unexpected 'fast'"),
+    ("--train-prompts 1", "the second half of the training prompts is empty"), ("--out {trained} --resume", "{trained}: holds a run of train"),
+    ("--out {trained} --overwrite", "{trained}: holds a run of train"), ("train --out {used} --resume", "{used}: holds a run of workflow"),
+    ("train --out {used} --overwrite", "{used}: holds a run of workflow")])
 def test_bad_input_to_the_workflow_is_one_line_before_anything_loads(words, expected, watched, tmp_path, capsys, monkeypatch):
     def load(*_):
         raise AssertionError("a model was loaded")
     monkeypatch.setattr(H, "load_model", load)
     (tmp_path / "short.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    places = {"used": watched[0], "short": tmp_path / "short.jsonl"}
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained/config.json").write_text('{"method": "grpo"}')
+    places = {"used": watched[0], "short": tmp_path / "short.jsonl", "trained": tmp_path / "trained"}
     try:
-        code = H.main(["workflow", *words.format(**places).split()])
+        words = words.format(**places).split()
+        code = H.main(words if words[0] == "train" else ["workflow", *words])
     except SystemExit as stopped:
         code = stopped.code
     error = capsys.readouterr().err.strip()
     assert code == 2 and len(error.splitlines()) == 1 and expected.format(**places) in error, error
+
+
+def test_a_workflow_goes_on_wherever_its_folder_is_named_from_and_past_a_damaged_answer(watched, tmp_path, monkeypatch):
+    whole, folder = watched[1][:7], tmp_path / "w"
+    monkeypatch.chdir(tmp_path)
+    short_workflow("w")
+    (folder / "opd/evaluation.json").write_text('{"bef')
+    shutil.rmtree(folder / "held-out-rl")
+    assert H.main(["workflow", "--resume", "--out", str(folder)]) == 0
+    assert json.loads((folder / "workflow.json").read_text()) == whole
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(H, "train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        short_workflow(folder, overwrite=True)
+    assert not (folder / "workflow.json").exists() and not (folder / "opd").exists(), "what is replaced is gone before the first step"
 
 
 def test_a_workflow_of_ones_own_models_and_questions_runs(tmp_path, capsys):
@@ -5089,6 +5109,19 @@ def test_a_finished_run_of_the_claims_is_not_repeated_and_a_failed_one_is_told(t
     monkeypatch.setattr(claims.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=2, stderr="no room"))
     with pytest.raises(RuntimeError, match="RSTG, seed 10: exit code 2\nno room"):
         claims.run("RSTG", 10, tmp_path)
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--seeds 1", "--seeds 1: must be 2 to 20"), ("--quick --seeds 4", "choose one"), ("--judge-only --out {empty}", "0 seeds are complete"),
+    ("--out {file}", "cannot be written"), ("--fast", "unrecognized arguments: --fast")])
+def test_bad_input_to_the_claims_is_one_line(words, expected, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    words = words.format(empty=tmp_path / "empty", file=tmp_path / "file")
+    monkeypatch.setattr(sys, "argv", ["claims", *words.split()])
+    with pytest.raises(SystemExit) as stopped:
+        claims.main()
+    error = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and len(error.splitlines()) == 1 and error.startswith("python -m toy_tasks.claims: error") and expected in error
 
 
 def test_a_student_that_is_the_teacher_overlaps_wholly_and_has_no_opd_advantage(tmp_path):

@@ -7,7 +7,6 @@ nothing, so all methods keep the same student and sample the same completions.  
 the machine does falls on all alike; quoted are medians, quartiles in brackets, and ratios taken step by step.
 """
 
-import argparse
 import copy
 import ctypes
 import itertools
@@ -177,11 +176,11 @@ def beside_trl(_names: list[str], repeats: int) -> Iterator[str]:
 PARTS = {"methods": methods, "growth": growth, "trl": beside_trl}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m toy_tasks.bench", description=__doc__.split("\n")[0])
+    parser = H.OneLineParser(prog="python -m toy_tasks.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
     parser.add_argument("--methods", nargs="+", choices=list(H.METHODS), default=list(H.METHODS),
                         help="the first is what the others are compared with, and what grows")
-    parser.add_argument("--repeats", type=int, default=15, help="timed steps of each, 2 or more (default: 15)")
+    parser.add_argument("--repeats", type=H.number(int), default=15, help="timed steps of each, 2 or more (default: 15)")
     given = parser.parse_args()
     if given.repeats < 2:
         parser.error(f"argument --repeats: {given.repeats} is too few for quartiles, give 2 or more")

@@ -1,7 +1,8 @@
 """Which of the papers' claims hold on the toy?  `python -m toy_tasks.claims`: seeds, differences, 95 % intervals, verdicts.
 
 A claim compares two arms on the same seeds: mean difference, Student's t interval, and a verdict that was fixed before the runs.
-Runs are kept in --out, so it can be interrupted and go on; two of one thread are under way at a time.  The result is written to
+Runs are kept in --out, so it can be interrupted and go on (after a change of settings name another folder, since they are known
+by arm and seed); two of one thread are under way at a time.  The result is written to
 toy_tasks/claims.json and claims.png and into the README's table, so that the three cannot disagree.  --quick re-tests the
 two strongest with three seeds and writes nothing.
 """
@@ -70,10 +71,10 @@ CLAIMS = (
     Claim("direct GRPO < RL-teacher transfer, equal labels", "sparse to dense", "direct-rl", "<", "opd-all",
           why="GRPO is ahead on chains of 3 and 4, the bridge on 5 and 6, and the mean over all hides it."),
     Claim("raw-teacher transfer < RL-teacher transfer", "sparse to dense", "raw-opd", "<", "opd"),
-    Claim("warm-up removed costs", "sparse to dense", "opd-only", "<", "opd",
+    Claim("without warm-up < bridge (warm-up removed costs)", "sparse to dense", "opd-only", "<", "opd",
           why="the student knows the form of an answer before, so its own completions are worth grading from the "
               "start."),
-    Claim("OPD removed costs (teacher-sample SFT)", "sparse to dense", "teacher-sft", "<", "opd",
+    Claim("teacher-sample SFT < bridge (OPD removed costs)", "sparse to dense", "teacher-sft", "<", "opd",
           why="an answer has two to five tokens, so the teacher's own completions pass nearly all prefixes that the "
               "student's do."),
     Claim("held-out RL beats replay", "sparse to dense", "held-out-rl", ">", "replay-rl",
@@ -94,19 +95,19 @@ CLAIMS = (
     Claim("auxiliary SFT helps", "RSTG", "RSTG", ">", "+ selection"),
     Claim("RSTG > SFT on negative groups (ReLIFT-like)", "RSTG", "RSTG", ">", "SFT on negative groups",
           why="a trajectory of so few tokens says nearly all that the teacher knows."),
-    Claim("annealed weight >= constant", "RSTG", "OPD on negative groups", ">=", "the same, constant weight"),
+    Claim("annealed weight >= constant (OPD on negative groups)", "RSTG", "OPD on negative groups", ">=", "the same, constant weight"),
     Claim("OPD advantage lower on negative than on positive groups", "RSTG", "GRPO", "<", "GRPO",
           "OPD advantage, negative", "OPD advantage, positive"),
     Claim("RSTG nears the teacher more slowly than OPD (top-4 overlap)", "RSTG", "RSTG", "<", "OPD", "overlap"),
-    Claim("kappa varies by task (chains, addition)", "M3", "hybrid", "differs from", "hybrid, addition", "log10 kappa",
+    Claim("kappa varies by task (chains, addition; log10)", "M3", "hybrid", "differs from", "hybrid, addition", "log10 kappa",
           why="both tasks have the same models, tokenizer and length of answers, the paper's have not."),
     Claim("M3-Soft >= naive hybrid", "M3", "M3-Soft", ">=", "hybrid"),
-    Claim("M3-Soft avoids a collapse of the naive hybrid (lr 2e-3)", "M3", "M3-Soft, lr 2e-3", "<", "hybrid, lr 2e-3",
+    Claim("M3-Soft avoids a collapse of the hybrid (lr 2e-3; % of seeds)", "M3", "M3-Soft, lr 2e-3", "<", "hybrid, lr 2e-3",
           "collapsed",
           why="at this rate GRPO alone breaks, too: it is the rate and not the teacher, and M3 does not mend it."),
-    Claim("the same at lr 3e-3", "M3", "M3-Soft, lr 3e-3", "<", "hybrid, lr 3e-3", "collapsed",
+    Claim("the same at lr 3e-3 (% of seeds)", "M3", "M3-Soft, lr 3e-3", "<", "hybrid, lr 3e-3", "collapsed",
           why="the same."),
-    Claim("conflict rate near 40 % (of scored tokens)", "M3", "hybrid", "is near", 40.0, "conflict",
+    Claim("conflict rate near 40 % (% of scored tokens)", "M3", "hybrid", "is near", 40.0, "conflict",
           why="it depends on the task and on how far the teacher is: on addition it is higher, on chains lower."),
 )
 QUICK = (1, 17)                         # numbers of the two strongest, from 1
@@ -145,10 +146,9 @@ def folder_of(arm: str, seed: int, out: Path) -> Path:
 def run(arm: str, seed: int, out: Path) -> dict:
     """{arm or stage: {quantity: value}} of one run, trained if it is not there yet"""
     folder = folder_of(arm, seed, out)
-    kept = folder / "claims.json"
+    kept, words = folder / "claims.json", [*ARMS.get(arm, arm).split(), "--seed", seed, "--save-every", 0, "--out", folder]
     if kept.exists():
         return json.loads(kept.read_text())
-    words = [*ARMS.get(arm, arm).split(), "--seed", seed, "--save-every", 0, "--out", folder]
     words.append("--resume" if arm.startswith("workflow") else "--overwrite")
     done = subprocess.run([sys.executable, str(ROOT / "hybrid_rl.py"), *map(str, words)], cwd=ROOT, capture_output=True,
                           text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -207,6 +207,8 @@ def judge(claim: Claim, values: dict[int, dict]) -> dict:
     other = lambda v: claim.right if isinstance(claim.right, float) else v[claim.right][claim.other or claim.quantity]
     pairs = [(v[claim.left][claim.quantity], other(v)) for v in values.values()]
     pairs = [pair for pair in pairs if None not in pair]
+    if len(pairs) < 2:
+        raise H.UsageError(f"{claim.text}: the quantity has a value in {len(pairs)} seeds, and 2 are needed; give more --seeds")
     middle, low, high = interval([a - b for a, b in pairs])
     word = verdict(claim.sense, low, high, margin)
     if claim.quantity == "collapsed" and not any(b for _, b in pairs):
@@ -243,7 +245,7 @@ def draw(rows: list[dict], target: Path) -> None:
                                    layout="constrained")
     for axis, part, points in zip(axes, parts, (True, False)):
         margin = UNITS["accuracy"][1] if points else 1.0
-        axis.axvspan(-margin, margin, color="#eeeeee", linewidth=0)
+        axis.axvspan(-margin, margin, color="#dfeaf5", linewidth=0)
         axis.axvline(0, color="black", linewidth=0.8)
         for y, row in enumerate(part):
             unit = (-1 if "<" in row["sense"] else 1) * (1.0 if points else row["margin"])
@@ -253,8 +255,8 @@ def draw(rows: list[dict], target: Path) -> None:
         for tick, row in zip(axis.get_yticklabels(), part):
             tick.set_color(COLOURS[row["verdict"]])
         axis.set(ylim=(len(part) - 0.4, -0.6))
-        axis.set_xlabel("points of accuracy, right: as claimed, grey: too small to matter" if points else
-                        "other quantities, 1 = what would matter", fontsize=9)
+        axis.set_xlabel("points of accuracy, right: as claimed, blue: too small to matter" if points else
+                        "other quantities: difference over what would matter (symmetric log scale)", fontsize=9)
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[1].set_xscale("symlog", linthresh=1)
     figure.savefig(target, dpi=130)
@@ -280,6 +282,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/claims"), help="where the runs are kept (default: runs/claims)")
     parser.add_argument("--judge-only", action="store_true", help="train nothing: judge the seeds that are complete in --out")
     given = parser.parse_args()
+    if given.quick and given.seeds != len(SEEDS):
+        parser.error("--quick --seeds: choose one, --quick takes three")
     if not 2 <= given.seeds <= len(T_975) + 1:
         parser.error(f"--seeds {given.seeds}: must be 2 to {len(T_975) + 1}")
     from tqdm import tqdm
@@ -290,9 +294,14 @@ def main() -> int:
     sides = {side for claim in claims for side in (claim.left, claim.right)}
     arms = [arm for arm in ARMS if arm in sides] + (["workflow" if given.quick else WORKFLOW] if sides & set(H.STAGES) else [])
     out = given.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {given.out}: cannot be written ({error.strerror})")
     if given.judge_only:
         seeds = [seed for seed in seeds if all((folder_of(arm, seed, out) / "claims.json").exists() for arm in arms)]
+    if len(seeds) < 2:
+        parser.error(f"--judge-only: {len(seeds)} seeds are complete in --out {given.out}, and 2 are needed")
     values: dict[int, dict] = {seed: {} for seed in seeds}
     jobs = [(arm, seed) for seed in seeds for arm in reversed(arms)]            # the longest of a seed first
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(jobs), unit="run") as bar:
@@ -300,7 +309,10 @@ def main() -> int:
             values[job[1]] |= run(*job, out)
             bar.update()
         list(pool.map(work, jobs))
-    rows = [judge(claim, values) for claim in claims]
+    try:
+        rows = [judge(claim, values) for claim in claims]
+    except H.UsageError as error:
+        parser.error(str(error))
     print(table(rows))
     if given.quick:
         return 0
