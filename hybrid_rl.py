@@ -1095,7 +1095,8 @@ def encode(tokenizer, prompt: str) -> list[int]:
 def read_once(model, ids: Tensor, mask: Tensor, copies: int) -> dict:
     """For generate, the cache of all prompt tokens but the last, each prompt read once and copied for its group
 
-    {} where that cache is more than keys and values (mamba), so that generate reads every copy itself.
+    {} where that cache is more than keys and values (mamba), so that generate reads every copy itself.  The last bits of the
+    logits may round otherwise than there, so that once in a long run another token is drawn.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
