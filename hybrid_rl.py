@@ -2049,6 +2049,7 @@ STAGES = {
 class WorkflowConfig(Config):
     """Settings of all stages: those of train that one of them reads, and their lengths."""
 
+    # DEVIATES: no KL in the GRPO stages unless --kl-coef is given (paper 5e-4).  test_the_stages_have_the_stated_lengths
     method: str = knob("grpo", "a stage has its own")
     teacher: str = knob(str(_TOY / "teacher-raw"), "teacher before its own RL, same tokenizer: a folder or hub name")
     controls: str = knob("few", "few: the raw teacher and direct GRPO; all: every stage left out once, too", ("few", "all"))

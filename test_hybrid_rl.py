@@ -3904,6 +3904,7 @@ def test_the_four_stages_are_those_of_the_paper_and_every_control_leaves_one_thi
 def test_the_stages_have_the_stated_lengths(watched):
     config = H.WorkflowConfig()
     assert (config.teacher_steps, config.warmup_steps, config.opd_steps, config.rl_steps) == (60, 100, 100, 100)
+    assert config.kl_coef == 0 and config.clip_low == config.clip_high == 0.2 and config.group_size == 8
     assert {row["stage"]: row["steps"] for row in watched[1] if row["steps"] != 2} == {
         "direct-rl": 6, "opd-only": 4, "teacher-sft": 4, "warm-up-only": 4}
 

@@ -7,7 +7,6 @@ toy_tasks/claims.json and claims.png and into the README's table, so that the th
 two strongest with three seeds and writes nothing.
 """
 
-import argparse
 import json
 import math
 import os
@@ -22,7 +21,6 @@ from statistics import mean, median, stdev
 import torch
 
 import hybrid_rl as H
-from toy_tasks import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = range(10, 16)                   # not those on which settings were looked for (0 to 2)
